@@ -1,0 +1,132 @@
+// The border between Python and the native code: plain structs, all addresses as integers, no torch types.
+// mo_fused/table.py builds the same structs as numpy records; bindings.cpp exports the sizes and offsets below so that
+// the Python side can refuse a library that was built from another layout.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mo {
+
+// Element types that the kernels read and write.
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kDTypes = 4 };
+
+// Operands of a row, in the order of Row::dtype and Layout::stride.
+enum Operand : int32_t { kParam = 0, kGrad = 1, kState0 = 2, kState1 = 3, kState2 = 4, kOperands = 5 };
+
+enum RowFlag : int32_t {
+  kActive = 1,   // has a gradient this step
+  kFresh = 2,    // first step of this row: the momentum buffer holds no value yet
+  kStepF64 = 4,  // `step` is a float64 scalar, not float32
+};
+
+// One parameter. state0..2: exp_avg, exp_avg_sq, max_exp_avg_sq (Adam) or momentum_buffer (SGD).
+struct Row {
+  uint64_t param;
+  uint64_t grad;
+  uint64_t state[3];
+  uint64_t step;    // address of the 0-dim step counter, 0 where the rule has none
+  uint64_t layout;  // address of a Layout, 0 when every operand is dense in the same element order
+  int64_t numel;
+  uint8_t dtype[8];  // DType of each Operand
+  int32_t group;     // index into the Hyper table
+  int32_t flags;     // RowFlag bits
+  int64_t first_chunk;
+  int64_t chunks;
+  uint64_t reserved[4];
+};
+static_assert(sizeof(Row) == 128, "Row is mirrored by mo_fused/table.py");
+
+// How to walk a row whose operands differ in element order. Dimensions are coalesced, outermost first.
+constexpr int kMaxDims = 8;
+struct Layout {
+  int64_t dims;
+  int64_t size[kMaxDims];
+  int64_t stride[kOperands][kMaxDims];  // in elements
+  int64_t linear[kOperands];            // 1: this operand is contiguous in the walking order
+};
+static_assert(sizeof(Layout) == 8 * (1 + kMaxDims + kOperands * kMaxDims + kOperands), "mirrored by table.py");
+
+// A run of elements of one row; the unit of work. Always cut at multiples of kChunk, so results never depend on threads.
+constexpr int64_t kChunk = 16384;
+struct Chunk {
+  int64_t start;
+  int32_t row;
+  int32_t length;
+};
+static_assert(sizeof(Chunk) == 16, "mirrored by table.py");
+
+// Hyper-parameters of one group, as the user gave them; rounded once to the row's compute type.
+struct Hyper {
+  double lr, beta1, beta2, eps, weight_decay, momentum, dampening;
+  double clip;       // 0: takes no part in the norm or the scaling
+  double maximize;   // flags are 0 or 1
+  double decoupled;  // weight decay outside the moments (AdamW)
+  double amsgrad, nesterov;
+  double reserved[4];
+};
+static_assert(sizeof(Hyper) == 128, "mirrored by table.py");
+
+// What one chunk contributes: sum of squares is sumsq * 2^exponent.
+struct ChunkStats {
+  double sumsq;
+  double amax;
+  int64_t nonfinite;
+  int64_t zeros;
+  double update_sumsq, stored_sumsq, param_sumsq;
+  int64_t exponent;
+};
+static_assert(sizeof(ChunkStats) == 64, "scratch, sized by table.py");
+
+// Per parameter results, all float64 so that they are one tensor in Python.
+struct RowStats {
+  double grad_norm;  // of the unscaled gradient
+  double grad_amax;
+  double nonfinite, zeros;
+  double update_norm, stored_norm, param_norm;
+  double active;
+};
+static_assert(sizeof(RowStats) == 64, "mirrored by mo_fused/stats.py");
+
+struct Result {
+  double grad_norm, clip_coef, skipped, nonfinite, zeros, grad_amax;
+  double update_norm, stored_norm, param_norm;
+  double found_inf;  // 1 when a gradient element was non-finite or the caller said so
+  double measured;   // 1 when the gradients were measured
+  double updated;    // 1 when update statistics were taken
+  double reserved[4];
+};
+static_assert(sizeof(Result) == 128, "mirrored by mo_fused/stats.py");
+
+// Scalars of one row for this step, in double; a kernel rounds each once to its compute type.
+struct RowScalars {
+  double coef;   // multiplies the gradient: clip coefficient / grad_scale, negative to maximize
+  double scale;  // the same without the sign, for writing gradients back
+  double a[8];   // per rule: see rules/adamw.h and rules/sgd.h
+};
+
+enum Phase : int32_t { kMeasure = 1, kFinish = 2, kUpdate = 4, kScale = 8 };
+enum Rule : int32_t { kAdam = 0, kSGD = 1, kNoRule = 2 };
+
+struct Control {
+  double max_grad_norm;  // NaN: no clipping
+  double grad_scale;     // gradients are divided by it (1: none)
+  double found_inf;      // non-zero: the caller already knows that the step must be skipped
+  // What gradients that are stepped elsewhere add to the norm, as ChunkStats would.
+  double extra_sumsq, extra_exponent, extra_amax, extra_nonfinite, extra_zeros;
+  int32_t phases, rule;
+  int32_t skip_nonfinite, update_stats;
+  int32_t clip_in_place, threads;
+  int32_t grad_stats_in_update;  // nobody gates the update: take gradient sums while the chunk is in cache
+  int32_t reserved;
+};
+
+// Everything one call needs. Addresses belong to numpy arrays that the caller keeps alive.
+struct StepTable {
+  uint64_t rows, chunks, batches, hyper;
+  int64_t n_rows, n_chunks, n_batches, n_groups;
+  uint64_t scalars, chunk_stats, row_stats, result, control;
+};
+static_assert(sizeof(StepTable) == 13 * 8, "mirrored by table.py");
+
+}  // namespace mo

@@ -1,0 +1,201 @@
+// Vectors of the width that the instruction set has, as GCC vector types: + - * / and comparisons are the compiler's.
+// Only what it does badly by itself is here: square root, and widening and narrowing of half-precision storage.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "rules/narrow.h"
+#include "rules/portable.h"
+
+namespace mo {
+namespace MO_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+// Reductions keep this many partial sums whatever the width, so that their order is the same on every machine.
+constexpr int kLanesF32 = 16;
+constexpr int kLanesF64 = 8;
+
+typedef float f32v __attribute__((vector_size(kVectorBytes)));
+typedef double f64v __attribute__((vector_size(kVectorBytes)));
+typedef int32_t i32v __attribute__((vector_size(kVectorBytes)));
+typedef uint32_t u32v __attribute__((vector_size(kVectorBytes)));
+typedef int64_t i64v __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t u16v __attribute__((vector_size(kVectorBytes / 2)));  // as many elements as f32v
+
+template <class T>
+struct Vec;
+template <>
+struct Vec<float> {
+  using type = f32v;
+  using bits = i32v;
+  static constexpr int width = kVectorBytes / 4;
+  static constexpr int lanes = kLanesF32;
+};
+template <>
+struct Vec<double> {
+  using type = f64v;
+  using bits = i64v;
+  static constexpr int width = kVectorBytes / 8;
+  static constexpr int lanes = kLanesF64;
+};
+
+template <class V>
+constexpr int kWidthOf = Vec<float>::width;
+template <>
+constexpr int kWidthOf<f64v> = Vec<double>::width;
+
+MO_RULE f32v square_root(const f32v& x) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+  return (f32v)_mm256_sqrt_ps((__m256)x);
+#elif defined(__x86_64__)
+  return (f32v)_mm_sqrt_ps((__m128)x);
+#elif defined(__aarch64__)
+  return (f32v)vsqrtq_f32((float32x4_t)x);
+#else
+  f32v r;
+  for (int i = 0; i < Vec<float>::width; ++i) r[i] = __builtin_sqrtf(x[i]);
+  return r;
+#endif
+}
+
+MO_RULE f64v square_root(const f64v& x) {
+#if defined(__AVX512F__)
+  return (f64v)_mm512_sqrt_pd((__m512d)x);
+#elif defined(__AVX2__)
+  return (f64v)_mm256_sqrt_pd((__m256d)x);
+#elif defined(__x86_64__)
+  return (f64v)_mm_sqrt_pd((__m128d)x);
+#elif defined(__aarch64__)
+  return (f64v)vsqrtq_f64((float64x2_t)x);
+#else
+  f64v r;
+  for (int i = 0; i < Vec<double>::width; ++i) r[i] = __builtin_sqrt(x[i]);
+  return r;
+#endif
+}
+
+MO_RULE f32v load(const float* p) {
+  f32v v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+MO_RULE f64v load(const double* p) {
+  f64v v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+MO_RULE void store(float* p, const f32v& v) { memcpy(p, &v, sizeof v); }
+MO_RULE void store(double* p, const f64v& v) { memcpy(p, &v, sizeof v); }
+
+// The value that bf16 keeps, in the upper half of each 32-bit lane; the lower half is rubbish.
+MO_RULE u32v round_bf16(const f32v& x) {
+  const u32v u = (u32v)x;
+  const u32v rounded = u + (((u >> 16) & 1u) + 0x7fffu);
+  const i32v nan = x != x;
+  return nan ? (u | 0x400000u) : rounded;
+}
+
+// __builtin_convertvector between 16 and 32 bits is right but slow (GCC 12 halves the vectors), hence the instructions.
+MO_RULE f32v load(const bf16* p) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  return (f32v)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+  u16v h;
+  memcpy(&h, p, sizeof h);
+  return (f32v)(__builtin_convertvector(h, u32v) << 16);
+#endif
+}
+
+MO_RULE void store(bf16* p, const f32v& x) {
+  const u32v upper = round_bf16(x) >> 16;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)upper));
+#else
+  const u16v h = __builtin_convertvector(upper, u16v);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+
+MO_RULE f32v load(const f16* p) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  f32v r;
+  for (int i = 0; i < Vec<float>::width; ++i) r[i] = widen(p[i]);
+  return r;
+#endif
+}
+
+MO_RULE void store(f16* p, const f32v& x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__) && defined(__F16C__)
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  for (int i = 0; i < Vec<float>::width; ++i) p[i] = narrow_f16(x[i]);
+#endif
+}
+
+// Two vectors at once. An element-wise rule does not mind in which order it sees its elements, as long as every operand
+// has the same one: where all of them are bf16, even and odd elements are split by a shift and a mask, which costs a
+// fraction of putting them in sequence.
+enum class Order { kSequence, kEvenOdd };
+
+template <Order order, class S, class V>
+MO_RULE void load2(const S* p, V& a, V& b) {
+  if constexpr (order == Order::kEvenOdd) {
+    u32v pairs;
+    memcpy(&pairs, p, sizeof pairs);
+    a = (f32v)(pairs << 16);
+    b = (f32v)(pairs & 0xffff0000u);
+  } else {
+    a = load(p);
+    b = load(p + kWidthOf<V>);
+  }
+}
+
+template <Order order, class S, class V>
+MO_RULE void store2(S* p, const V& a, const V& b) {
+  if constexpr (order == Order::kEvenOdd) {
+    const u32v pairs = (round_bf16(a) >> 16) | (round_bf16(b) & 0xffff0000u);
+    memcpy(p, &pairs, sizeof pairs);
+  } else {
+    store(p, a);
+    store(p + kWidthOf<V>, b);
+  }
+}
+
+// What storage of type S keeps of a computed value, back in the compute type.
+template <class S, class V>
+MO_RULE V stored_value(const S*, const V& x) {
+  return x;
+}
+MO_RULE f32v stored_value(const bf16*, const f32v& x) { return (f32v)(round_bf16(x) & 0xffff0000u); }
+MO_RULE f32v stored_value(const f16*, const f32v& x) {
+  f16 h[Vec<float>::width];
+  store(h, x);
+  return load(h);
+}
+
+}  // namespace MO_ISA
+}  // namespace mo

@@ -1,0 +1,222 @@
+// The walk over all chunks of all rows, and the finish between its two passes.
+// Bytes per element: pass 1 reads the gradient once, pass 2 moves what the update kernel states; nothing else is touched.
+#include "cpu/step.h"
+
+#include <atomic>
+#include <cmath>
+
+#include "cpu/kernels.h"
+#include "cpu/thread_pool.h"
+#include "rules/adamw.h"
+#include "rules/grad_stats.h"
+#include "rules/sgd.h"
+
+namespace mo {
+namespace {
+
+using base::ScaledSum;
+
+// A thread is woken for at least this many batches (of about kChunk elements): below some 50 us of work, waking it, and
+// sharing its core with another library's spinning threads, costs more than it brings.
+constexpr int64_t kBatchesPerThread = 8;
+
+template <class T>
+T* as(uint64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+struct Step {
+  const StepTable& t;
+  const Row* rows = as<Row>(t.rows);
+  const Chunk* chunks = as<Chunk>(t.chunks);
+  const int32_t* batches = as<int32_t>(t.batches);
+  const Hyper* hyper = as<Hyper>(t.hyper);
+  RowScalars* scalars = as<RowScalars>(t.scalars);
+  ChunkStats* chunk_stats = as<ChunkStats>(t.chunk_stats);
+  RowStats* row_stats = as<RowStats>(t.row_stats);
+  Result* result = as<Result>(t.result);
+  const Control& control = *as<Control>(t.control);
+  const KernelTable& kernel = kernels();
+  std::atomic<int64_t> next_measure{0}, next_update{0};
+  bool update = false, scale = false;
+
+  explicit Step(const StepTable& table) : t(table) {}
+
+  template <class Work>
+  void each_chunk(int64_t batch, Work work) const {
+    for (int32_t c = batches[batch]; c < batches[batch + 1]; ++c) {
+      const Row& row = rows[chunks[c].row];
+      if (row.flags & kActive) work(row, chunks[c], c);
+    }
+  }
+
+  void measure() {
+    for (int64_t b; (b = next_measure.fetch_add(1)) < t.n_batches;) {
+      each_chunk(b, [&](const Row& row, const Chunk& chunk, int32_t c) { kernel.grad_stats(row, chunk, chunk_stats[c]); });
+    }
+  }
+
+  // Fixed order: chunks of a row, then rows, then what is stepped elsewhere.
+  void reduce_gradients() {
+    ScaledSum total;
+    total.add(control.extra_sumsq, int64_t(control.extra_exponent));
+    double nonfinite = control.extra_nonfinite, zeros = control.extra_zeros, amax = control.extra_amax;
+    for (int64_t r = 0; r < t.n_rows; ++r) {
+      const Row& row = rows[r];
+      RowStats& out = row_stats[r];
+      out = RowStats{};
+      if (!(row.flags & kActive)) continue;
+      ScaledSum sum;
+      double row_max = 0.0;
+      int64_t row_nonfinite = 0, row_zeros = 0;
+      for (int64_t c = row.first_chunk; c < row.first_chunk + row.chunks; ++c) {
+        const ChunkStats& s = chunk_stats[c];
+        sum.add(s.sumsq, s.exponent);
+        if (!(s.amax <= row_max)) row_max = row_max == row_max ? s.amax : row_max;
+        row_nonfinite += s.nonfinite;
+        row_zeros += s.zeros;
+      }
+      out.active = 1.0;
+      out.grad_norm = sum.norm() / control.grad_scale;
+      out.grad_amax = row_max / control.grad_scale;
+      out.nonfinite = double(row_nonfinite);
+      out.zeros = double(row_zeros);
+      nonfinite += out.nonfinite;
+      zeros += out.zeros;
+      if (!(row_max <= amax)) amax = amax == amax ? row_max : amax;
+      if (hyper[row.group].clip != 0.0) total.add(sum.sumsq, sum.exponent);
+    }
+    result->grad_norm = total.norm() / control.grad_scale;
+    result->nonfinite = nonfinite;
+    result->zeros = zeros;
+    result->grad_amax = amax / control.grad_scale;
+    result->measured = 1.0;
+  }
+
+  void finish() {
+    double coef = 1.0;
+    if (result->measured != 0.0 && control.max_grad_norm == control.max_grad_norm) {
+      coef = base::clip_coefficient(result->grad_norm, control.max_grad_norm);
+    }
+    result->clip_coef = coef;
+    const bool found = control.found_inf != 0.0 || (control.skip_nonfinite && result->nonfinite != 0.0);
+    result->found_inf = control.found_inf != 0.0 || result->nonfinite != 0.0;
+    result->skipped = found;
+    update = (control.phases & kUpdate) && !found;
+    scale = (control.phases & kScale) && coef != 1.0;
+    if (update || scale) prepare_rows(coef);
+  }
+
+  // Bias corrections and other scalars of every row; rows of one group at the same step share them.
+  void prepare_rows(double clip_coef) {
+    int64_t last_step = -1;
+    const RowScalars* last = nullptr;
+    int32_t last_group = -1;
+    for (int64_t r = 0; r < t.n_rows; ++r) {
+      const Row& row = rows[r];
+      if (!(row.flags & kActive)) continue;
+      const int64_t step = update ? advance(row) : 0;
+      if (last && row.group == last_group && step == last_step) {
+        scalars[r] = *last;
+      } else {
+        const Hyper& h = hyper[row.group];
+        scalars[r].scale = (h.clip != 0.0 ? clip_coef : 1.0) / control.grad_scale;
+        scalars[r].coef = h.maximize != 0.0 ? -scalars[r].scale : scalars[r].scale;
+        if (control.rule == kAdam) base::prepare_adamw(h, step, scalars[r]);
+        if (control.rule == kSGD) base::prepare_sgd(h, scalars[r]);
+      }
+      last = &scalars[r];
+      last_group = row.group;
+      last_step = step;
+    }
+  }
+
+  static int64_t advance(const Row& row) {
+    if (row.step == 0) return 0;
+    if (row.flags & kStepF64) return int64_t(*as<double>(row.step) += 1.0);
+    return int64_t(*as<float>(row.step) += 1.0f);
+  }
+
+  // Backwards: what pass 1 read last is still in cache.
+  void run_update() {
+    for (int64_t b; (b = t.n_batches - 1 - next_update.fetch_add(1)) >= 0;) {
+      each_chunk(b, [&](const Row& row, const Chunk& chunk, int32_t c) {
+        const RowScalars& s = scalars[chunk.row];
+        if (update) {
+          if (control.grad_stats_in_update) kernel.grad_stats(row, chunk, chunk_stats[c]);
+          ChunkStats* stats = control.update_stats ? &chunk_stats[c] : nullptr;
+          if (control.rule == kAdam) {
+            kernel.adamw(row, chunk, s, hyper[row.group].amsgrad != 0.0, stats);
+          } else {
+            kernel.sgd(row, chunk, s, stats);
+          }
+        }
+        if ((scale || control.clip_in_place) && s.scale != 1.0) kernel.scale_grad(row, chunk, s.scale);
+      });
+    }
+  }
+
+  void reduce_updates() {
+    double update_sum = 0.0, stored_sum = 0.0, param_sum = 0.0;
+    for (int64_t r = 0; r < t.n_rows; ++r) {
+      const Row& row = rows[r];
+      if (!(row.flags & kActive)) continue;
+      double u = 0.0, s = 0.0, p = 0.0;
+      for (int64_t c = row.first_chunk; c < row.first_chunk + row.chunks; ++c) {
+        u += chunk_stats[c].update_sumsq;
+        s += chunk_stats[c].stored_sumsq;
+        p += chunk_stats[c].param_sumsq;
+      }
+      row_stats[r].update_norm = std::sqrt(u);
+      row_stats[r].stored_norm = std::sqrt(s);
+      row_stats[r].param_norm = std::sqrt(p);
+      update_sum += u;
+      stored_sum += s;
+      param_sum += p;
+    }
+    result->update_norm = std::sqrt(update_sum);
+    result->stored_norm = std::sqrt(stored_sum);
+    result->param_norm = std::sqrt(param_sum);
+    result->updated = 1.0;
+  }
+};
+
+struct Team {
+  Step& step;
+  Barrier measured, finished;
+};
+
+void member_runs(void* context, int member, int) {
+  Team& team = *static_cast<Team*>(context);
+  Step& s = team.step;
+  if (s.control.phases & kMeasure) {
+    s.measure();
+    team.measured.wait();
+    if (member == 0) {
+      s.reduce_gradients();
+      if (s.control.phases & kFinish) s.finish();
+    }
+    team.finished.wait();
+  }
+  if (s.update || s.scale) s.run_update();
+}
+
+}  // namespace
+
+void run_step(const StepTable& table) {
+  Step step(table);
+  const Control& control = step.control;
+  if (!(control.phases & kMeasure) && (control.phases & kFinish)) step.finish();
+  const int64_t worthwhile = 1 + table.n_batches / kBatchesPerThread;
+  const int64_t useful = worthwhile < control.threads ? worthwhile : control.threads;
+  ThreadPool& pool = ThreadPool::instance();
+  const int members = pool.reserve(int(useful));
+  Team team{step, Barrier(members), Barrier(members)};
+  pool.run(members, member_runs, &team);
+  if (step.update) {
+    if (control.grad_stats_in_update) step.reduce_gradients();
+    if (control.update_stats) step.reduce_updates();
+  }
+}
+
+}  // namespace mo

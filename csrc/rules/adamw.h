@@ -1,0 +1,72 @@
+// Adam and AdamW, one element (or one vector of elements) at a time.
+//   Kingma & Ba 2015 (Adam), Loshchilov & Hutter 2019 (decoupled decay), Reddi et al. 2018 (AMSGrad).
+// Written once for double, float and GCC vectors of both; mo_fused/reference.py is its twin, bit for bit.
+#pragma once
+
+#include "abi.h"
+#include "rules/portable.h"
+
+namespace mo {
+namespace MO_ISA {
+
+// Slots of RowScalars::a.
+enum AdamSlot { kBeta1, kBeta2, kOneMinusBeta2, kEps, kInvSqrtBc2, kStepSize, kDecay, kL2 };
+
+MO_RULE void prepare_adamw(const Hyper& h, int64_t step, RowScalars& s) {
+  const double bc1 = bias_correction(h.beta1, step);
+  const double bc2 = bias_correction(h.beta2, step);
+  s.a[kBeta1] = h.beta1;
+  s.a[kBeta2] = h.beta2;
+  s.a[kOneMinusBeta2] = 1.0 - h.beta2;
+  s.a[kEps] = h.eps;
+  s.a[kInvSqrtBc2] = 1.0 / __builtin_sqrt(bc2);
+  s.a[kStepSize] = h.lr / bc1;
+  s.a[kDecay] = h.decoupled != 0.0 ? h.lr * h.weight_decay : 0.0;
+  s.a[kL2] = h.decoupled != 0.0 ? 0.0 : h.weight_decay;
+}
+
+template <class T>
+struct AdamScalars {
+  T coef, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, inv_sqrt_bc2, step_size, decay, l2;
+  bool from_old, decays, penalizes;  // which of the branches below, the same for every element
+  explicit AdamScalars(const RowScalars& s)
+      : coef(T(s.coef)),
+        beta1(T(s.a[kBeta1])),
+        one_minus_beta1(T(1.0 - s.a[kBeta1])),
+        beta2(T(s.a[kBeta2])),
+        one_minus_beta2(T(s.a[kOneMinusBeta2])),
+        eps(T(s.a[kEps])),
+        inv_sqrt_bc2(T(s.a[kInvSqrtBc2])),
+        step_size(T(s.a[kStepSize])),
+        decay(T(s.a[kDecay])),
+        l2(T(s.a[kL2])),
+        from_old(beta1 > T(0.5)),
+        decays(decay != T(0)),
+        penalizes(l2 != T(0)) {}
+};
+
+// p, m, v (and the running maximum w when Amsgrad) are updated in place; `update` is what the rule subtracts from p.
+template <bool Amsgrad, class V, class T>
+MO_RULE void adamw_update(V& p, V g, V& m, V& v, V& w, V& update, const AdamScalars<T>& s) {
+  g = g * s.coef;
+  if (s.penalizes) g = g + p * s.l2;
+  // Linear interpolation from the nearer end, so that beta1 = 0 gives g itself and a constant gradient is a fixed point.
+  if (s.from_old) {
+    m = m + (g - m) * s.one_minus_beta1;
+  } else {
+    m = g - (g - m) * s.beta1;
+  }
+  v = v * s.beta2 + (g * g) * s.one_minus_beta2;
+  V second = v;
+  if (Amsgrad) {
+    w = (w > v) | (w != w) ? w : v;  // a NaN that is already there stays, as in torch.maximum
+    second = w;
+  }
+  update = (m / (square_root(second) * s.inv_sqrt_bc2 + s.eps)) * s.step_size;
+  if (s.decays) update = update + p * s.decay;
+  // An update of zero leaves p as it is, also the sign of -0.0: a step with lr = 0 changes no bit.
+  p = update == T(0) ? p : p - update;
+}
+
+}  // namespace MO_ISA
+}  // namespace mo
