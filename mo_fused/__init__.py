@@ -1,0 +1,22 @@
+"""mo_fused: drop-in torch.optim classes whose whole step is one read of the gradients plus one update pass."""
+
+from ._version import __version__
+from .grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm, grad_stats
+from .optim import SGD, Adam, AdamW
+from .scaler import GradScaler
+from .stats import GradStats, ParamStats, StepStats
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "GradScaler",
+    "GradStats",
+    "ParamStats",
+    "StepStats",
+    "__version__",
+    "clip_grad_norm_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+    "grad_stats",
+]

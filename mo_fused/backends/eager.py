@@ -1,0 +1,172 @@
+"""The eager backend: the rules of mo_fused/reference.py in plain torch, row by row, with the phases of csrc/cpu/step.cpp.
+
+Works wherever torch does and needs no compiled library; element-wise results have the same bits as the kernels'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..stats import StatsBuffer
+from ..table import FINISH, MEASURE, UPDATE, Table
+
+if TYPE_CHECKING:
+    from ..optim.rows import Row
+
+
+class ScaledSum:
+    """sumsq * 2**exponent, as rules/grad_stats.h."""
+
+    def __init__(self) -> None:
+        self.sumsq, self.exponent = 0.0, 0
+
+    def add(self, sumsq: float, exponent: int) -> None:
+        if exponent == self.exponent:
+            self.sumsq += sumsq
+        elif sumsq != 0.0 and self.sumsq == 0.0:
+            self.sumsq, self.exponent = sumsq, exponent
+        elif sumsq != 0.0 and self.exponent > exponent:
+            self.sumsq += math.ldexp(sumsq, max(-4000, exponent - self.exponent))
+        elif sumsq != 0.0:
+            self.sumsq = math.ldexp(self.sumsq, max(-4000, self.exponent - exponent)) + sumsq
+            self.exponent = exponent
+
+    def norm(self) -> float:
+        root = math.sqrt(self.sumsq) if self.sumsq == self.sumsq and self.sumsq >= 0 else float("nan")
+        try:
+            return math.ldexp(root, self.exponent // 2)
+        except OverflowError:
+            return float("inf")
+
+
+def larger(a: float, b: float) -> float:
+    """Maximum in which a NaN stays."""
+    return a if not b > a and b == b else (a if a != a else b)
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """min(1, max_norm / (norm + 1e-6)); NaN stays NaN."""
+    coef = max_norm / (norm + 1e-6)
+    return 1.0 if coef > 1.0 else coef
+
+
+def run(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: StatsBuffer) -> None:
+    """Runs the phases that ``table.control`` asks for."""
+    control = table.control[0]
+    if control["phases"] & MEASURE:
+        _measure(table, rows, grads, out)
+    if control["phases"] & FINISH:
+        _finish(table, out)
+    if not control["phases"] & UPDATE or out["skipped"]:
+        return
+    if control["grad_stats_in_update"]:
+        _measure(table, rows, grads, out)
+    sums = [0.0, 0.0, 0.0]
+    for i, (row, grad) in enumerate(zip(rows, grads, strict=True)):
+        if grad is None:
+            continue
+        hyper = {name: float(value) for name, value in zip(table.hyper.dtype.names or (), table.hyper[row.group], strict=True)}
+        scale = (out["clip_coef"] if hyper["clip"] else 1.0) / float(control["grad_scale"])
+        found = _update(row, grad, hyper, scale, bool(control["update_stats"]))
+        if control["clip_in_place"] and scale != 1.0:
+            compute = torch.float64 if grad.dtype == torch.float64 else torch.float32
+            grad.copy_(reference.narrow(reference.widen(grad, compute) * scale, grad.dtype))
+        if control["update_stats"]:
+            out.set_row(i, update_norm=math.sqrt(found[0]), stored_update_norm=math.sqrt(found[1]), param_norm=math.sqrt(found[2]))
+            sums = [a + b for a, b in zip(sums, found, strict=True)]
+    if control["update_stats"]:
+        out["update_norm"], out["stored_update_norm"], out["param_norm"] = (math.sqrt(s) for s in sums)
+        out["updated"] = 1.0
+
+
+def _measure(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: StatsBuffer) -> None:
+    control = table.control[0]
+    scale = float(control["grad_scale"])
+    total = ScaledSum()
+    total.add(float(control["extra_sumsq"]), int(control["extra_exponent"]))
+    amax = float(control["extra_amax"])
+    nonfinite, zeros = float(control["extra_nonfinite"]), float(control["extra_zeros"])
+    for i, (row, grad) in enumerate(zip(rows, grads, strict=True)):
+        if grad is None:
+            continue
+        sumsq, exponent, row_max, bad, zero = reference.grad_sums(grad)
+        one = ScaledSum()
+        one.add(sumsq, exponent)
+        out.set_row(
+            i, grad_norm=one.norm() / scale, grad_amax=row_max / scale, nonfinite=bad, zeros=zero, active=1.0
+        )
+        amax = larger(amax, row_max)
+        nonfinite += bad
+        zeros += zero
+        if table.hyper["clip"][row.group]:
+            total.add(sumsq, exponent)
+    out["grad_norm"], out["grad_amax"] = total.norm() / scale, amax / scale
+    out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
+
+
+def _finish(table: Table, out: StatsBuffer) -> None:
+    control = table.control[0]
+    coef = 1.0
+    if out["measured"] and not math.isnan(control["max_grad_norm"]):
+        coef = clip_coefficient(out["grad_norm"], float(control["max_grad_norm"]))
+    out["clip_coef"] = coef
+    bad = out["nonfinite"] != 0
+    out["found_inf"] = float(bool(control["found_inf"]) or bad)
+    out["skipped"] = float(bool(control["found_inf"]) or (bool(control["skip_nonfinite"]) and bad))
+
+
+def _update(
+    row: Row, grad: Tensor, hyper: dict[str, float], scale: float, want_sums: bool
+) -> tuple[float, float, float]:
+    param, entry = row.param, row.state
+    compute = reference.compute_type(param)
+    p = reference.widen(param.detach(), compute)
+    g = reference.widen(grad.detach(), compute)
+    slots: list[Any] = [reference.widen(entry[k], compute) for k in row.slots]
+    coef = -scale if hyper["maximize"] else scale
+    if row.has_step:
+        entry["step"] += 1
+        scalars = reference.AdamScalars.prepare(
+            int(entry["step"]),
+            coef,
+            hyper["lr"],
+            hyper["beta1"],
+            hyper["beta2"],
+            hyper["eps"],
+            hyper["weight_decay"],
+            bool(hyper["decoupled"]),
+        )
+        w = slots[2] if len(slots) > 2 else None
+        new_p, m, v, w, update = reference.adamw_update(p, g, slots[0], slots[1], w, scalars)
+        new_slots = [m, v, w]
+    else:
+        sgd = reference.SGDScalars(
+            coef,
+            hyper["lr"],
+            hyper["momentum"],
+            hyper["dampening"],
+            hyper["weight_decay"],
+            bool(hyper["nesterov"]),
+        )
+        new_p, buf, update = reference.sgd_update(p, g, slots[0] if slots else None, sgd, row.fresh)
+        new_slots = [buf]
+    stored = reference.narrow(new_p, param.dtype)
+    kept = reference.widen(stored, compute)
+    # Before the write: p may be the parameter's own memory.
+    sums = (_sumsq(update), _sumsq(kept - p), _sumsq(kept)) if want_sums else (0.0, 0.0, 0.0)
+    param.detach().copy_(stored)
+    for key, value in zip(row.slots, new_slots, strict=False):
+        assert value is not None
+        entry[key].copy_(reference.narrow(value, entry[key].dtype))
+    return sums
+
+
+def _sumsq(x: Tensor) -> float:
+    x = x.double()
+    return float((x * x).sum())

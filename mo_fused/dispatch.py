@@ -1,0 +1,111 @@
+"""Which backend serves which tensor, and why not the others. The only place that decides by device."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import errors
+
+BACKENDS = ("cpu", "eager")
+"""Names that ``backend=`` and MO_FUSED_BACKEND take. Whatever none of them serves goes to torch's own single-tensor step."""
+
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+"""Element types that the kernels compute, with their codes in csrc/abi.h."""
+
+# DLPack's device types, as csrc/scan.cpp reports them.
+_DEVICE_CODES = {"cpu": 1, "cuda": 2}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One decision: ``backend`` is "cpu", "eager" or "torch" (torch's own single-tensor step)."""
+
+    backend: str
+    reason: str
+
+
+@lru_cache(maxsize=1)
+def _load_native() -> tuple[ModuleType | None, str]:
+    if os.environ.get("MO_FUSED_NATIVE") == "0":
+        return None, "MO_FUSED_NATIVE=0 is set"
+    try:
+        from . import _native
+    except ImportError as error:
+        return None, f"the native library did not load with torch {torch.__version__} ({error})"
+    from .table import check_abi
+
+    check_abi(_native.abi())
+    return _native, ""
+
+
+def native() -> ModuleType | None:
+    """The compiled extension, or None when it was not built or does not load here."""
+    return _load_native()[0]
+
+
+def native_problem() -> str:
+    """Why :func:`native` is None; empty when it is there."""
+    return _load_native()[1]
+
+
+def device_code(device: torch.device) -> int:
+    """The device as csrc/scan.cpp packs it: DLPack type << 16 | index."""
+    return _DEVICE_CODES.get(device.type, 0) << 16 | (device.index or 0)
+
+
+def is_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def is_meta(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"
+
+
+REMEDY = "install g++ and build again with `pip install --no-binary mo_fused mo_fused` (or `pip install .` in a checkout)"
+
+
+def requested(backend: str | None) -> str | None:
+    """The explicit choice: the argument, else MO_FUSED_BACKEND, else None. Raises when it cannot be honoured at all."""
+    name = backend if backend is not None else (os.environ.get("MO_FUSED_BACKEND") or None)
+    if name is None:
+        return None
+    if name not in BACKENDS:
+        raise errors.unknown_backend(name, BACKENDS)
+    if name == "cpu" and native() is None:
+        raise errors.missing_backend("cpu", native_problem(), REMEDY)
+    return name
+
+
+def choose(tensor: Tensor, backend: str | None = None) -> Choice:
+    """The backend for a plain strided floating-point tensor on its device.
+
+    ``backend`` is an explicit choice; it applies to the devices that it can serve.
+    """
+    wanted = requested(backend)
+    if is_meta(tensor):
+        return Choice("torch", "meta tensors have no data; torch's own step accepts them")
+    if wanted == "eager":
+        return Choice("eager", "asked for by backend= or MO_FUSED_BACKEND")
+    if not is_cpu(tensor):
+        return Choice("torch", f"no kernel of mo_fused serves {tensor.device.type} tensors in this build")
+    if native() is None:
+        return Choice("eager", native_problem())
+    return Choice("cpu", "native kernels")
+
+
+def device_report() -> list[tuple[str, str, str]]:
+    """For each kind of device: (device, backend it would get, why), for ``mo-fused doctor``."""
+    rows = []
+    kinds = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        kinds += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    for device in kinds:
+        choice = choose(torch.empty(0, device=device))
+        rows.append((str(device), choice.backend, choice.reason))
+    return rows

@@ -1,0 +1,97 @@
+"""Every message of the package: what was expected, what was found, what to do."""
+
+from __future__ import annotations
+
+
+class MissingBackendError(RuntimeError):
+    """A backend that was asked for explicitly cannot be used here."""
+
+
+class StaleStatsError(RuntimeError):
+    """Statistics were read after their buffer had been used for a later step."""
+
+
+def message(expected: str, found: str, remedy: str) -> str:
+    """One line in the form that all errors of this package have."""
+    return f"expected {expected}; found {found}; {remedy}"
+
+
+def unknown_backend(name: object, known: tuple[str, ...]) -> ValueError:
+    return ValueError(
+        message(
+            f"backend to be one of {', '.join(known)} or None",
+            repr(name),
+            "leave it out to get the best one (`mo-fused doctor` lists what this machine has)",
+        )
+    )
+
+
+def missing_backend(name: str, reason: str, remedy: str) -> MissingBackendError:
+    return MissingBackendError(message(f"the backend {name!r} to be usable", reason, remedy))
+
+
+def bad_option(name: str, expected: str, found: object, remedy: str) -> ValueError:
+    return ValueError(message(f"{name} to be {expected}", repr(found), remedy))
+
+
+def grad_mismatch(what: str, name: str, param: object, grad: object) -> RuntimeError:
+    return RuntimeError(
+        message(
+            f"the gradient of {name} to have its parameter's {what} ({param})",
+            str(grad),
+            "set .grad again after changing the parameter, or move both together",
+        )
+    )
+
+
+def state_mismatch(what: str, name: str, key: str, expected: object, found: object) -> ValueError:
+    return ValueError(
+        message(
+            f"state {key!r} of {name} to have {what} {expected}",
+            str(found),
+            "load a checkpoint of the same model, or construct the optimizer over the parameters it was saved from",
+        )
+    )
+
+
+def reordered_names(saved: list[str], own: list[str]) -> ValueError:
+    first = next((s, o) for s, o in zip(saved, own, strict=False) if s != o)
+    return ValueError(
+        message(
+            "the checkpoint's parameters in this optimizer's order",
+            f"{first[0]!r} where this optimizer has {first[1]!r}",
+            "state is attached by position, so construct the optimizer with the parameters in the saved order",
+        )
+    )
+
+
+def overlapping_parameter() -> RuntimeError:
+    # torch's own text for a write to an expanded tensor.
+    return RuntimeError(
+        "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+        "Please clone() the tensor before performing the operation."
+    )
+
+
+def sparse_adam() -> RuntimeError:
+    return RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+
+
+def stale_stats() -> StaleStatsError:
+    return StaleStatsError(
+        message(
+            "statistics to be read within three steps of their own",
+            "a buffer that a later step has written",
+            "read the fields earlier, or keep a copy of the values",
+        )
+    )
+
+
+def native_layout(found: str) -> ImportError:
+    return ImportError(
+        message(
+            "the native library to match this version of mo_fused",
+            found,
+            "install again with `pip install --force-reinstall mo_fused` (or `pip install .`)",
+        )
+    )

@@ -1,0 +1,269 @@
+"""Gradient norms and health as direct utilities, for any parameters and any optimizer."""
+
+from __future__ import annotations
+
+import math
+import types
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import dispatch, reference
+from .backends import cpu
+from .backends.eager import ScaledSum, clip_coefficient, larger
+from .stats import GradStats, StatsBuffer
+from .table import FINISH, MEASURE, SCALE, Table, gradient_table
+
+_INF = float("inf")
+
+
+class _Measurement:
+    """One read of many gradients: the native rows through the kernels, whatever else there is through torch."""
+
+    def __init__(self, grads: list[Tensor | None]) -> None:
+        there = [g for g in grads if g is not None]
+        self._index = [i for i, g in enumerate(grads) if g is not None]
+        if dispatch.native() is None:
+            self.table, rows, self.others = Table([], 1), [], list(range(len(there)))
+        else:
+            self.table, rows, self.others = gradient_table(there)
+        self.grads = there
+        self._served = sorted(set(range(len(there))) - set(self.others)) if self.others else range(len(there))
+        self.buffer = StatsBuffer(len(rows))
+        self.table.set_outputs(self.buffer.result_address, self.buffer.rows_address)
+        self.values: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * len(grads)
+        self.total = 0.0
+        self.amax = 0.0
+
+    @property
+    def distinct(self) -> bool:
+        """No gradient's memory is listed twice, so they can be written side by side."""
+        address = self.table.rows["grad"]
+        return len(set(address.tolist())) == len(address)
+
+    def run(self, phases: int, max_norm: float = math.nan) -> None:
+        control = self.table.control
+        total = ScaledSum()
+        amax = 0.0
+        for i in self.others:
+            sumsq, exponent, row_max, bad, zero = reference.grad_sums(self.grads[i])
+            one = ScaledSum()
+            one.add(sumsq, exponent)
+            total.add(sumsq, exponent)
+            amax = larger(amax, row_max)
+            self.values[self._index[i]] = (one.norm(), row_max, bad, zero)
+        control["extra_sumsq"], control["extra_exponent"], control["extra_amax"] = total.sumsq, total.exponent, amax
+        control["max_grad_norm"], control["phases"] = max_norm, phases
+        if dispatch.native() is not None:
+            cpu.run(self.table)
+            self.total, self.amax = self.buffer["grad_norm"], self.buffer["grad_amax"]
+        else:
+            self.total, self.amax = total.norm(), amax
+
+    def rows(self) -> list[tuple[float, float, int, int]]:
+        for i, row in zip(self._served, self.buffer.rows[:, :4].tolist(), strict=True):
+            self.values[self._index[i]] = (row[0], row[1], int(row[2]), int(row[3]))
+        return self.values
+
+    def scale(self, norm: float, max_norm: float) -> None:
+        """Multiplies every gradient by clip_coefficient(norm, max_norm), unless that is 1."""
+        coef = clip_coefficient(norm, max_norm)
+        if coef == 1.0:
+            return
+        for i in self.others:
+            self.grads[i].mul_(coef)
+        if len(self.others) == len(self.grads):
+            return
+        self.buffer["grad_norm"], self.buffer["measured"] = norm, 1.0
+        self.table.control["max_grad_norm"], self.table.control["phases"] = max_norm, FINISH | SCALE
+        cpu.run(self.table)
+        torch.autograd.graph.increment_version([self.grads[i] for i in self._served])
+
+
+def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
+    """Norm, largest magnitude, non-finite and zero elements of many gradients, in one read of each.
+
+    Args:
+        tensors: a tensor or an iterable of tensors. Of a parameter (or any leaf that requires grad) its ``.grad`` is measured,
+            of other tensors their values. Any shapes, strides, dtypes and devices.
+
+    Returns:
+        GradStats; a parameter without gradient counts as empty.
+    """
+    items = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    grads: list[Tensor | None] = [
+        t.grad if isinstance(t, torch.nn.Parameter) or (t.requires_grad and t.is_leaf) else t.detach() for t in items
+    ]
+    measured = _Measurement(grads)
+    with torch.no_grad():
+        measured.run(MEASURE)
+    rows = measured.rows()
+    norms, amaxes, nonfinite, zeros = ([r[k] for r in rows] for k in range(4))
+    device = next((g.device for g in grads if g is not None), torch.device("cpu"))
+
+    def tensor(value: Any, dtype: torch.dtype) -> Tensor:
+        return torch.tensor(value, dtype=dtype, device=device)
+
+    return GradStats(
+        total_norm=tensor(measured.total, torch.float64),
+        amax=tensor(measured.amax, torch.float64),
+        nonfinite=tensor(sum(nonfinite), torch.int64),
+        zeros=tensor(sum(zeros), torch.int64),
+        norms=tensor(norms, torch.float64),
+        amaxes=tensor(amaxes, torch.float64),
+        nonfinites=tensor(nonfinite, torch.int64),
+        zero_counts=tensor(zeros, torch.int64),
+    )
+
+
+def _as_list(tensors: Tensor | Iterable[Tensor], stacklevel: int) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    items = list(tensors)
+    if not items and (isinstance(tensors, types.GeneratorType) or hasattr(tensors, "__next__")):
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=stacklevel)
+    return items
+
+
+def _served(grads: list[Tensor], norm_type: float) -> bool:
+    """Whether this module computes the norm itself; torch does the rest (other norms, devices, DTensors)."""
+    return norm_type in (2.0, _INF) and all(
+        type(g) in (Tensor, torch.nn.Parameter)
+        and g.layout is torch.strided
+        and g.dtype in dispatch.FLOATS
+        and dispatch.is_cpu(g)
+        for g in grads
+    )
+
+
+def _norm_tensor(value: float, grads: list[Tensor]) -> Tensor:
+    dtype = grads[0].dtype
+    for g in grads[1:]:
+        dtype = torch.promote_types(dtype, g.dtype)
+    if dtype == torch.float16:
+        dtype = torch.float32  # fp16 ends at 65504: a finite norm would be returned as infinity
+    return torch.tensor(value, dtype=dtype, device=grads[0].device)
+
+
+def _check_finite(norm: float, norm_type: float) -> None:
+    if not math.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from "
+            "`parameters` is non-finite, so it cannot be clipped. To disable "
+            "this error and scale the gradients by the non-finite norm anyway, "
+            "set `error_if_nonfinite=False`"
+        )
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.get_total_norm in one read of each tensor.
+
+    Args:
+        tensors: a tensor or an iterable of tensors.
+        norm_type: 2 and inf are native; every other p-norm goes to torch.
+        error_if_nonfinite: raise RuntimeError when the norm is inf or NaN.
+        foreach: passed on where torch does the work.
+
+    Returns:
+        0-dim tensor on the first tensor's device, in the promoted dtype of the tensors (float32 where that is float16, whose
+        range is too small for a norm). Finite fp32 elements never give an infinite double norm; empty tensors add nothing.
+    """
+    grads = _as_list(tensors, 3)
+    norm_type = float(norm_type)
+    if not grads:
+        return torch.tensor(0.0)
+    if not _served(grads, norm_type):
+        return torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
+    measured = _Measurement(list(grads))
+    measured.run(MEASURE)
+    norm = measured.total if norm_type == 2.0 else measured.amax
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    return _norm_tensor(norm, grads)
+
+
+@torch.no_grad()
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """torch.nn.utils.clip_grads_with_norm_: scales gradients by min(1, max_norm / (total_norm + 1e-6)), in place.
+
+    Gradients are written only when that is below 1 (or NaN).
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose ``.grad`` is scaled.
+        max_norm: the largest norm allowed.
+        total_norm: 0-dim tensor, the present norm.
+        foreach: passed on where torch does the work.
+    """
+    items = _as_list(parameters, 3)
+    grads = [p.grad for p in items if p.grad is not None]
+    if not grads:
+        return
+    if not _served(grads, 2.0) or type(total_norm) is not Tensor:
+        torch.nn.utils.clip_grads_with_norm_(items, max_norm, total_norm, foreach)
+        return
+    measured = _Measurement(list(grads))
+    if not measured.distinct:
+        torch.nn.utils.clip_grads_with_norm_(items, max_norm, total_norm, foreach)
+        return
+    measured.scale(float(total_norm), float(max_norm))
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """torch.nn.utils.clip_grad_norm_: reads each gradient once, and writes it only when it clips.
+
+    With this package's optimizers ``max_grad_norm=`` does the same without writing at all.
+
+    Args:
+        parameters: a tensor or an iterable of tensors whose ``.grad`` is clipped in place.
+        max_norm: the largest norm allowed.
+        norm_type: 2 and inf are native; every other p-norm goes to torch.
+        error_if_nonfinite: raise RuntimeError when the norm is inf or NaN; gradients are left as they are.
+        foreach: passed on where torch does the work.
+
+    Returns:
+        The norm before clipping, as :func:`get_total_norm`.
+    """
+    items = _as_list(parameters, 3)
+    grads = [p.grad for p in items if p.grad is not None]
+    norm_type, max_norm = float(norm_type), float(max_norm)
+    if not grads:
+        return torch.tensor(0.0)
+    if not _served(grads, norm_type):
+        return torch.nn.utils.clip_grad_norm_(items, max_norm, norm_type, error_if_nonfinite, foreach)
+    measured = _Measurement(list(grads))
+    if norm_type == 2.0 and not error_if_nonfinite and not measured.others and measured.distinct:
+        measured.run(MEASURE | FINISH | SCALE, max_norm)
+        if measured.buffer["clip_coef"] != 1.0:
+            torch.autograd.graph.increment_version(grads)
+        return _norm_tensor(measured.total, grads)
+    measured.run(MEASURE)
+    norm = measured.total if norm_type == 2.0 else measured.amax
+    if error_if_nonfinite:
+        _check_finite(norm, norm_type)
+    if measured.distinct:
+        measured.scale(norm, max_norm)
+    else:
+        total = torch.tensor(norm, dtype=torch.float64)
+        torch.nn.utils.clip_grads_with_norm_(items, max_norm, total, foreach)
+    return _norm_tensor(norm, grads)

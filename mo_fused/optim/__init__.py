@@ -1,0 +1,7 @@
+"""Drop-in optimizers: torch.optim's classes on fused kernels."""
+
+from .adamw import Adam, AdamW
+from .base import Explanation, FusedOptimizer
+from .sgd import SGD
+
+__all__ = ["SGD", "Adam", "AdamW", "Explanation", "FusedOptimizer"]

@@ -1,0 +1,129 @@
+"""AdamW and Adam: torch's classes on the fused step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .base import OPTIONS, FusedOptimizer, check_options
+from .rules import AdamRule
+
+_OPTIONS_DOC = """
+    Keyword-only options beyond torch's:
+
+    Args:
+        max_grad_norm: clips the gradients' global L2 norm, over all groups, to this value inside the step; ``.grad`` is not
+            rewritten. A group with ``"clip": False`` takes no part in the norm or the scaling. None: no clipping.
+        skip_nonfinite: a step in which any gradient element is inf or NaN changes nothing.
+        clip_in_place: also write the clipped, unscaled gradients back to ``.grad``.
+        stats: measure norms of gradients, updates and parameters every step (``opt.last_step``).
+        amp: "fused" unscales inside the step, as torch's ``fused=True`` does; "torch" leaves it to the scaler.
+        backend: "cpu", "eager" or None for the best one (also the environment variable MO_FUSED_BACKEND).
+
+    ``fused`` and ``foreach`` are stored and shown; they do not choose the backend (``opt.explain()`` tells which one runs).
+    State: ``step``, ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``, as in torch.
+"""
+
+
+class AdamW(FusedOptimizer, torch.optim.AdamW):
+    __doc__ = f"""torch.optim.AdamW with the whole step fused (Loshchilov & Hutter 2019, arXiv:1711.05101).
+
+    theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta), computed in float32 (float64 for float64
+    parameters) and rounded once to the parameter's dtype. Arguments before ``max_grad_norm`` are torch's, in torch's order.
+    {_OPTIONS_DOC}"""
+
+    _rule = AdamRule(decoupled=True)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        clip_in_place: bool = False,
+        stats: bool = False,
+        amp: str = "fused",
+        backend: str | None = None,
+    ) -> None:
+        arguments = locals()
+        options = check_options({name: arguments[name] for name in OPTIONS})
+        torch.optim.AdamW.__init__(
+            self,
+            params,
+            lr,
+            betas,  # type: ignore[arg-type]  # Tensor betas: torch 2.7 and newer
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._adopt(options)
+
+
+class Adam(FusedOptimizer, torch.optim.Adam):
+    __doc__ = f"""torch.optim.Adam with the whole step fused (Kingma & Ba 2015, arXiv:1412.6980).
+
+    Weight decay is added to the gradient unless ``decoupled_weight_decay=True`` (torch 2.7 and newer). Arguments before
+    ``max_grad_norm`` are torch's, in torch's order.
+    {_OPTIONS_DOC}"""
+
+    _rule = AdamRule(decoupled=False)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        clip_in_place: bool = False,
+        stats: bool = False,
+        amp: str = "fused",
+        backend: str | None = None,
+    ) -> None:
+        arguments = locals()
+        options = check_options({name: arguments[name] for name in OPTIONS})
+        # The key does not exist in torch before 2.7; there it may not be passed.
+        extra = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
+        torch.optim.Adam.__init__(
+            self,
+            params,
+            lr,
+            betas,  # type: ignore[arg-type]  # Tensor betas: torch 2.7 and newer
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            **extra,
+        )
+        self._adopt(options)

@@ -1,0 +1,259 @@
+"""The only ``step()``: what every optimizer of this package does, whatever its rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, errors
+from ..backends import cpu, eager, fallback
+from ..state import Loader
+from ..stats import StepStats
+from ..table import FINISH, MEASURE, UPDATE
+from .rows import RowSet
+from .rules import Rule
+
+OPTIONS: dict[str, Any] = {
+    "max_grad_norm": None,
+    "skip_nonfinite": False,
+    "clip_in_place": False,
+    "stats": False,
+    "amp": "fused",
+    "backend": None,
+}
+"""Options of this package with their defaults. They live in ``defaults`` and never in groups or checkpoints."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How one parameter is stepped."""
+
+    name: str
+    """Its name when the optimizer was given named parameters, else its position in the state_dict."""
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    backend: str
+    """"cpu" or "eager", or "torch" for torch's own single-tensor step."""
+    reason: str
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name:<32} {self.group:>5}  {shape:<16} {dtype:<9} {self.backend:<8} {self.reason}"
+
+
+class Explanations(list[Explanation]):
+    """The list that ``opt.explain()`` returns; printed, it is a table."""
+
+    def __str__(self) -> str:
+        head = f"{'parameter':<32} {'group':>5}  {'shape':<16} {'dtype':<9} {'backend':<8} why"
+        return "\n".join([head, *map(str, self)])
+
+
+def check_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of this package, validated; raises before anything is constructed."""
+    norm = options["max_grad_norm"]
+    if norm is not None and (isinstance(norm, bool) or not float(norm) >= 0.0):
+        raise errors.bad_option("max_grad_norm", "a number >= 0 or None", norm, "use None to leave gradients unclipped")
+    for name in ("skip_nonfinite", "clip_in_place", "stats"):
+        if not isinstance(options[name], bool):
+            raise errors.bad_option(name, "True or False", options[name], "pass a bool")
+    if options["amp"] not in ("fused", "torch"):
+        raise errors.bad_option(
+            "amp",
+            "'fused' or 'torch'",
+            options["amp"],
+            "'fused' unscales inside the step, 'torch' leaves it to the scaler (for frameworks that clip by themselves)",
+        )
+    dispatch.requested(options["backend"])
+    return {**options, "max_grad_norm": None if norm is None else float(norm)}
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Mixin over a torch.optim class: the fused step, its options, statistics, and exact loading."""
+
+    _rule: Rule
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    _step_supports_amp_scaling: bool
+
+    def _adopt(self, options: dict[str, Any]) -> None:
+        """Called at the end of a constructor: our options go to ``defaults`` alone."""
+        self.defaults.update(options)
+        for group in self.param_groups:
+            self._drop_options(group)
+        self._step_supports_amp_scaling = options["amp"] == "fused"
+
+    @staticmethod
+    def _drop_options(group: dict[str, Any]) -> None:
+        for name in OPTIONS:
+            group.pop(name, None)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._drop_options(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name, value in OPTIONS.items():
+            self.defaults.setdefault(name, value)
+        for group in self.param_groups:
+            self._drop_options(group)
+            for name, value in self.defaults.items():
+                if name not in OPTIONS:
+                    group.setdefault(name, value)
+        self._step_supports_amp_scaling = self.defaults["amp"] == "fused"
+        self.__dict__.pop("_row_set", None)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Performs one optimization step: unscale, non-finite check, clip, update, statistics, all in one pass or two.
+
+        Args:
+            closure: re-evaluates the model under ``torch.enable_grad()`` and returns the loss.
+
+        Returns:
+            The closure's result, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(bool(self.defaults["differentiable"]))
+        try:
+            self._fused_step()
+        finally:
+            torch.set_grad_enabled(before)
+        return loss
+
+    def _rows(self) -> RowSet:
+        rows: RowSet | None = self.__dict__.get("_row_set")
+        if rows is None:
+            rows = self.__dict__["_row_set"] = RowSet(self)
+        return rows
+
+    def _fused_step(self) -> None:
+        options = self.defaults
+        rows = self._rows()
+        grads = rows.refresh(self)
+        table, native, other = rows.table, len(rows.native), rows.other
+        rows.turn = (rows.turn + 1) % len(rows.ring)
+        out = rows.ring[rows.turn]
+        out.claim()
+        table.set_outputs(out.result_address, out.rows_address)
+
+        report: Tensor | None = self.__dict__.pop("_found_inf_report", None)
+        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        gated = options["max_grad_norm"] is not None or options["skip_nonfinite"] or report is not None
+        stats = options["stats"]
+
+        table.reset_control()
+        control = table.control
+        control["rule"] = self._rule.code
+        control["max_grad_norm"] = math.nan if options["max_grad_norm"] is None else options["max_grad_norm"]
+        control["grad_scale"] = 1.0 if grad_scale is None else float(grad_scale)
+        control["found_inf"] = 0.0 if found_inf is None else float(found_inf)
+        control["skip_nonfinite"] = options["skip_nonfinite"] or report is not None
+        control["update_stats"] = stats
+        control["clip_in_place"] = options["clip_in_place"]
+        control["grad_stats_in_update"] = stats and not gated
+        control["phases"] = (MEASURE if gated else 0) | FINISH | UPDATE
+        if other and (gated or stats):
+            fallback.measure(table, other, native, out)
+        if rows.eager:
+            eager.run(table, rows.native, grads, out)
+        else:
+            cpu.run(table) if dispatch.native() is not None else eager.run(table, rows.native, grads, out)
+        skipped = bool(out["skipped"])
+        if not skipped:
+            if other:
+                fallback.update(table, other, native, out, self._rule, self.state, self.param_groups)
+            self._raise_versions(rows, grads)
+        elif stats:
+            out["updated"] = 1.0
+        rows.settle(skipped)
+        if report is not None:
+            report.fill_(out["found_inf"])
+        self.__dict__["_last_step"] = StepStats(out, partial(self._stats_rows, list(rows.native), list(other)))
+
+    def _raise_versions(self, rows: RowSet, grads: list[Tensor | None]) -> None:
+        """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
+        if rows.eager:
+            return
+        torch.autograd.graph.increment_version(rows.active_params())
+        if self.defaults["clip_in_place"]:
+            torch.autograd.graph.increment_version([g for g in grads if g is not None])
+
+    # -- what it tells ------------------------------------------------------------------------------------------------
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """What the last step measured, or None before the first (see :class:`mo_fused.StepStats`)."""
+        return self.__dict__.get("_last_step")
+
+    def _name(self, group: int, position: int) -> str:
+        names = self.param_groups[group].get("param_names")
+        if names:
+            first = sum(len(g["params"]) for g in self.param_groups[:group])
+            return str(names[position - first])
+        return f"parameter {position} (group {group})"
+
+    def _stats_rows(self, native: list[Any], other: list[Any]) -> list[tuple[Any, int, int]]:
+        named = "param_names" in self.param_groups[0] if self.param_groups else False
+        rows = [
+            (self._name(r.group, r.position) if named else r.position, i, r.param.numel())
+            for i, r in enumerate([*native, *other])
+        ]
+        return sorted(rows, key=lambda r: 0 if named else r[0])
+
+    def explain(self) -> Explanations:
+        """Which backend steps each parameter, and why. Parameters without a gradient say what they would get."""
+        rows = self._rows()
+        known = {id(r.param): r for r in (*rows.native, *rows.other)}
+        out = Explanations()
+        position = 0
+        for g, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                row = known.get(id(p))
+                if row is not None:
+                    backend, reason = row.backend, row.reason
+                else:
+                    grad = p.grad if p.grad is not None else p
+                    backend, reason = rows._choose(group, p, grad)
+                    reason = f"{reason} (no step yet)"
+                named = group.get("param_names")
+                name = self._name(g, position) if named else str(position)
+                out.append(Explanation(name, g, tuple(p.shape), p.dtype, backend, reason))
+                position += 1
+        return out
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a checkpoint of this class, of torch's, or of an older version of either.
+
+        State keeps the dtype it was saved with (torch casts it to the parameter's) and is copied, never shared with
+        ``state_dict``; ``step`` may be any kind of number; missing group options and slots are filled. State of another shape
+        and groups whose named parameters are in another order are refused, before anything is changed.
+
+        Raises:
+            ValueError: the checkpoint does not fit these parameters.
+        """
+        loader = Loader(self.param_groups, self._rule.all_slots)
+        taken = self.register_load_state_dict_pre_hook(lambda _, sd: loader.take(sd))
+        put = self.register_load_state_dict_post_hook(lambda _: loader.put(self.state), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            taken.remove()
+            put.remove()

@@ -1,0 +1,367 @@
+"""From parameter groups to the rows of a table: which tensors a step works on, by which backend, and since when.
+
+`RowSet.refresh` runs every step. While nothing but addresses changes it compares arrays; when the set of parameters,
+their layouts, dtypes, state or groups changes, the rows are planned again (only those that changed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import dispatch, errors, state
+from ..layout import Plan, walking_order
+from ..stats import RING, StatsBuffer
+from ..table import ACTIVE, FRESH, OPERANDS, RECORD, STEP_F64, Table, scan
+
+if TYPE_CHECKING:
+    from .base import FusedOptimizer
+
+
+@dataclass
+class Row:
+    """One parameter of the step and what was decided about it."""
+
+    position: int  # in the order of the state_dict
+    group: int
+    param: Tensor
+    state: dict[str, Any]
+    slots: tuple[str, ...]
+    has_step: bool
+    backend: str = ""
+    reason: str = ""
+    plan: Plan | None = None
+    fresh: bool = False  # the momentum buffer was made for this step and holds no value yet
+    structure: Any = None  # what the group said when the plan was made
+    key: list[int] = field(default_factory=list)  # layout hashes that the plan was made for: param, grad, slots, step
+
+
+def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+class RowSet:
+    """The rows of one optimizer, cached between steps."""
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._rule = optimizer._rule
+        self._backend = optimizer.defaults.get("backend")
+        self._params: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._structure: list[Any] = []
+        self._state: Any = None
+        self._states: list[Any] = []
+        self._cache: dict[int, Row] = {}
+        self._hyper_values: list[Any] = []
+        self._hyper_fixed = False
+        self.native: list[Row] = []
+        self.other: list[Row] = []
+        self._build([], 0)
+
+    # -- every step ---------------------------------------------------------------------------------------------------
+
+    def refresh(self, optimizer: FusedOptimizer) -> list[Tensor | None]:
+        """Brings the table up to date; returns the gradients of the native rows, which keep their memory alive."""
+        groups = optimizer.param_groups
+        params = list(chain.from_iterable([g["params"] for g in groups]))
+        grads: list[Tensor | None] = [p.grad for p in params]
+        structure = [self._rule.structure(g) for g in groups]
+        known = (
+            _same(params, self._params)
+            and [len(g["params"]) for g in groups] == self._sizes
+            and structure == self._structure
+            and optimizer.state is self._state
+            and _same(list(optimizer.state.values()), self._states)
+            and self._all_seen(grads)
+        )
+        row_grads = [grads[i] for i in self._row_index] if self._subset else grads
+        if not known or not self._update_addresses(row_grads):
+            self._plan(optimizer, params, grads, structure)
+            row_grads = [grads[i] for i in self._row_index] if self._subset else grads
+            if not self._update_addresses(row_grads):
+                raise RuntimeError("a tensor of this optimizer changed while the step was being prepared")
+        self._update_hyper(groups)
+        return row_grads
+
+    def _all_seen(self, grads: list[Tensor | None]) -> bool:
+        """Every parameter with a gradient has a row (a late one gets its row, and its state, now)."""
+        return not self._unseen or all(grads[i] is None for i in self._unseen)
+
+    def _update_addresses(self, grads: list[Tensor | None]) -> bool:
+        """Scans all operands of the native rows; False when more than addresses changed."""
+        rows, now = self.table.rows, self._now
+        if not self.native:
+            return True
+        if scan(self._row_params, None, now[0]) or scan(grads, None, now[1]):
+            return False
+        for k, key in enumerate(self._keys):
+            if scan(self._row_states, key, now[2 + k]):
+                return False
+        same = now["layout"] == self._seen
+        same[1] |= now["layout"][1] == 0  # no gradient this time
+        same |= self._unused
+        if not same.all():
+            return False
+        if not now["contiguous"][1].all() and any(g is not None and g.is_neg() for g in grads):
+            return False
+        address = now["address"]
+        if not np.array_equal(address, self._written):
+            active = now["layout"][1] != 0
+            rows["param"], rows["grad"] = address[0], address[1]
+            slots = len(self._slot_keys)
+            for k in range(slots):
+                rows["state"][:, k] = np.where(self._unused[2 + k], 0, address[2 + k])
+            if self._rule.has_step:
+                rows["step"] = address[2 + slots]
+            self._active = active
+            self._write_flags()
+            self._written = address.copy()
+        return True
+
+    def _write_flags(self) -> None:
+        self.table.rows["flags"] = self._flags | np.where(self._active, ACTIVE, 0)
+
+    def _update_hyper(self, groups: list[dict[str, Any]]) -> None:
+        values = [self._rule.values(g) for g in groups]
+        if self._hyper_fixed and values == self._hyper_values:
+            return
+        tensors = any(isinstance(v, Tensor) or isinstance(v, tuple) and any(isinstance(b, Tensor) for b in v)
+                      for g in values for v in g)
+        for i, group in enumerate(groups):
+            row = self.table.hyper[i]
+            for name, value in self._rule.hyper(group).items():
+                row[name] = value
+            row["clip"] = 1.0 if group.get("clip", True) else 0.0
+        self._hyper_values, self._hyper_fixed = values, not tensors
+
+    # -- when something changed ---------------------------------------------------------------------------------------
+
+    def _plan(
+        self, optimizer: FusedOptimizer, params: list[Tensor], grads: list[Tensor | None], structure: list[Any]
+    ) -> None:
+        groups = optimizer.param_groups
+        entries: list[tuple[int, int, Tensor, Tensor | None]] = []
+        position = 0
+        for g, group in enumerate(groups):
+            for p in group["params"]:
+                entries.append((position, g, p, grads[position]))
+                position += 1
+        self._validate(optimizer, entries)
+        cache: dict[int, Row] = {}
+        rows: list[Row] = []
+        unseen: list[int] = []
+        for position, g, p, grad in entries:
+            old = self._cache.get(id(p))
+            if old is not None and old.param is not p:
+                old = None
+            if old is not None and self._still_good(old, optimizer, g, p, grad, structure[g]):
+                old.position, old.group = position, g
+                row = old
+            elif grad is None:
+                unseen.append(position)
+                continue
+            else:
+                row = self._row(optimizer, position, g, p, grad)
+                row.structure = structure[g]
+            if id(p) in cache:  # listed twice in one group: torch warns at construction and steps it twice
+                row = Row(position, g, p, row.state, row.slots, row.has_step)
+                for twin in (row, cache[id(p)]):
+                    twin.backend, twin.reason, twin.plan = "torch", "the parameter is listed more than once", None
+            cache[id(p)] = row
+            rows.append(row)
+        self._cache = cache
+        self._resolve_overlaps(rows)
+        self._params, self._sizes = params, [len(g["params"]) for g in groups]
+        self._structure, self._unseen = structure, unseen
+        self._state, self._states = optimizer.state, list(optimizer.state.values())
+        self.native = [r for r in rows if r.backend in ("cpu", "eager")]
+        self.other = [r for r in rows if r.backend == "torch"]
+        self._build(groups, len(params))
+
+    def _validate(
+        self, optimizer: FusedOptimizer, entries: list[tuple[int, int, Tensor, Tensor | None]]
+    ) -> None:
+        """Refuses what no backend may touch; nothing has been changed yet."""
+        for position, g, p, grad in entries:
+            if grad is None:
+                continue
+            group = optimizer.param_groups[g]
+            name = optimizer._name(g, position)
+            if grad.layout != torch.strided and not self._rule.sparse_ok:
+                raise errors.sparse_adam()
+            if grad.shape != p.shape:
+                raise errors.grad_mismatch("shape", name, tuple(p.shape), tuple(grad.shape))
+            if grad.device != p.device:
+                raise errors.grad_mismatch("device", name, p.device, grad.device)
+            slots = self._rule.slots(group)
+            entry = optimizer.state.get(p) or {}
+            for key in slots:
+                if entry.get(key) is not None:
+                    state.check_slot(entry, p, key, name)
+            if type(p) in (Tensor, torch.nn.Parameter) and p.layout is torch.strided:
+                if walking_order([p], written=(0,)).overlapping:
+                    raise errors.overlapping_parameter()
+
+    def _still_good(
+        self, old: Row, optimizer: FusedOptimizer, g: int, p: Tensor, grad: Tensor | None, structure: Any
+    ) -> bool:
+        """The plan of an earlier step still fits this parameter, its state and (when there is one) its gradient."""
+        if old.plan is None or old.structure != structure or old.slots != self._rule.slots(optimizer.param_groups[g]):
+            return False
+        if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
+            return False
+        key = _layouts(p, grad, old)
+        if key is None:
+            return False
+        return key[0] == old.key[0] and key[2:] == old.key[2:] and (grad is None or key[1] == old.key[1])
+
+    def _row(self, optimizer: FusedOptimizer, position: int, g: int, p: Tensor, grad: Tensor) -> Row:
+        group = optimizer.param_groups[g]
+        slots = self._rule.slots(group)
+        row = Row(position, g, p, {}, slots, self._rule.has_step)
+        row.backend, row.reason = self._choose(group, p, grad)
+        if row.backend == "torch":
+            return row
+        if slots or self._rule.has_step:
+            row.state = optimizer.state[p]
+        if self._rule.has_step:
+            state.ensure_step(row.state, p, group)
+        row.fresh = state.ensure_slots(row.state, p, slots) and self._rule.copies_first
+        operands: list[Tensor | None] = [p, grad, *(row.state[k] for k in slots)]
+        operands += [None] * (OPERANDS - len(operands))
+        tensors = [t for t in operands if t is not None]
+        if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
+            row.backend, row.reason = "torch", "its state is a tensor subclass"
+            return row
+        if any(t.dtype not in dispatch.FLOATS for t in tensors):
+            row.backend, row.reason = "torch", "its gradient or state has a dtype that the kernels do not compute"
+            return row
+        order = walking_order(operands, written=(0, *range(2, 2 + len(slots))))
+        if order.problem:
+            row.backend, row.reason = "torch", order.problem
+            return row
+        dtypes = tuple(0 if t is None else dispatch.FLOATS[t.dtype] for t in operands)
+        key = _layouts(p, grad, row)
+        if key is None:
+            row.backend, row.reason = "torch", "its storage cannot be read as plain memory"
+            return row
+        row.key = key
+        row.plan = Plan(p.numel(), dtypes, order.layout)  # type: ignore[arg-type]
+        return row
+
+    def _choose(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> tuple[str, str]:
+        if group.get("differentiable"):
+            return "torch", "differentiable=True needs a step that autograd can see"
+        for what, t in (("parameter", p), ("gradient", grad)):
+            if t.layout is not torch.strided:
+                return "torch", f"the {what} is sparse"
+            if type(t) not in (Tensor, torch.nn.Parameter):
+                return "torch", f"the {what} is a {type(t).__name__}, a tensor subclass"
+            if t.dtype not in dispatch.FLOATS:
+                return "torch", f"the {what} is {t.dtype}"
+            if t.is_neg():
+                return "torch", f"the {what} is a lazily negated view"
+        choice = dispatch.choose(p, self._backend)
+        return choice.backend, choice.reason
+
+    def _resolve_overlaps(self, rows: list[Row]) -> None:
+        """Rows that write memory of another row go to torch, one after the other, as torch's for-loop does them."""
+        spans: list[tuple[int, int, Row, Tensor]] = []
+        for row in rows:
+            if row.plan is None or row.plan.numel == 0:
+                continue
+            for t in (row.param, *(row.state[k] for k in row.slots)):
+                reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+                start = t.data_ptr()
+                spans.append((start, start + (reach + 1) * t.element_size(), row, t))
+        spans.sort(key=lambda s: s[:2])
+        open_spans: list[tuple[int, int, Row, Tensor]] = []
+        for span in spans:
+            open_spans = [o for o in open_spans if o[1] > span[0]]
+            for other in open_spans:
+                if other[2].plan is not None and span[2].plan is not None and _share_elements(other[3], span[3]):
+                    for row in (other[2], span[2]):
+                        row.backend, row.reason, row.plan = "torch", "it shares memory with another parameter", None
+            open_spans.append(span)
+
+    def _build(self, groups: list[dict[str, Any]], params: int) -> None:
+        n = len(self.native)
+        self._row_index = [r.position for r in self.native]
+        self._subset = self._row_index != list(range(params))
+        if not groups:
+            self._unseen: list[int] = []
+        self._row_params = [r.param for r in self.native]
+        self._row_states = [r.state for r in self.native]
+        self._slot_keys = tuple(dict.fromkeys(k for r in self.native for k in r.slots))
+        self._keys = (*self._slot_keys, "step") if self._rule.has_step else self._slot_keys
+        self._now = np.zeros((2 + len(self._keys), n), dtype=RECORD)
+        self._flags = np.zeros(n, dtype=np.int32)
+        for i, r in enumerate(self.native):
+            if r.fresh:
+                self._flags[i] |= FRESH
+            if r.has_step and r.state["step"].dtype == torch.float64:
+                self._flags[i] |= STEP_F64
+        plans = [r.plan for r in self.native if r.plan is not None]
+        self.table = Table(plans, len(groups))
+        self.table.rows["group"] = [r.group for r in self.native]
+        self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)
+        self._unused = np.zeros((2 + len(self._keys), n), dtype=bool)
+        for i, r in enumerate(self.native):
+            places = dict(zip(("param", "grad", *r.slots, *(("step",) if r.has_step else ())), r.key, strict=True))
+            for k, key in enumerate(("param", "grad", *self._keys)):
+                self._seen[k, i] = places.get(key, 0)
+                self._unused[k, i] = key not in places
+        self._written = np.zeros(0, dtype=np.uint64)
+        self._active = np.zeros(n, dtype=bool)
+        self._hyper_fixed = False
+        self.eager = any(r.backend == "eager" for r in self.native)
+        self.ring = [StatsBuffer(n + len(self.other)) for _ in range(RING)]
+        self.turn = 0
+
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def active_params(self) -> list[Tensor]:
+        if self._active.all():
+            return self._row_params
+        return [p for p, a in zip(self._row_params, self._active.tolist(), strict=True) if a]
+
+    def settle(self, skipped: bool) -> None:
+        """A first momentum buffer holds a value now, or is taken back when the step was skipped."""
+        if not self._flags.any():
+            return
+        for i, row in enumerate(self.native):
+            if row.fresh and self._active[i]:
+                if skipped:
+                    for key in row.slots:
+                        row.state.pop(key, None)
+                    self._states = []  # plan again: the slot has to be made anew
+                else:
+                    row.fresh = False
+                    self._flags[i] &= ~FRESH
+        self._write_flags()
+
+
+def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:
+    """Layout hashes of a row's tensors in the order of Row.key, or None when one of them is not plain."""
+    items = [p, grad, *(row.state.get(k) for k in row.slots), *((row.state.get("step"),) if row.has_step else ())]
+    records = np.zeros(len(items), dtype=RECORD)
+    return None if scan(items, None, records) else records["layout"].tolist()
+
+
+def _share_elements(a: Tensor, b: Tensor) -> bool:
+    def bytes_of(t: Tensor) -> np.ndarray[Any, Any]:
+        at = np.array([t.data_ptr()], dtype=np.int64)
+        for n, s in zip(t.shape, t.stride(), strict=True):
+            at = (at[:, None] + np.arange(n, dtype=np.int64)[None, :] * (s * t.element_size())).reshape(-1)
+        return at
+
+    if a.is_contiguous() or b.is_contiguous():
+        return True  # their spans intersect, and one of them fills its span
+    return bool(np.intersect1d(bytes_of(a), bytes_of(b)).size)

@@ -1,0 +1,140 @@
+"""What distinguishes one optimizer from another, for everything above the kernels: its slots, its hyper-parameters, and
+torch's own single-tensor step for parameters that the kernels do not take."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import state
+
+Group = dict[str, Any]
+
+
+def _number(value: Any) -> float:
+    return float(value)
+
+
+class AdamRule:
+    """Adam, AdamW and AMSGrad."""
+
+    code = 0
+    has_step = True
+    sparse_ok = False
+    copies_first = False
+    all_slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    def __init__(self, decoupled: bool) -> None:
+        self._decoupled = decoupled
+        self._read = itemgetter("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+
+    def decoupled(self, group: Group) -> bool:
+        # torch before 2.7 has no such key: AdamW there is decoupled, Adam is not.
+        return bool(group.get("decoupled_weight_decay", self._decoupled))
+
+    def slots(self, group: Group) -> tuple[str, ...]:
+        return self.all_slots if group["amsgrad"] else self.all_slots[:2]
+
+    def structure(self, group: Group) -> tuple[bool, bool]:
+        return bool(group["amsgrad"]), bool(group.get("differentiable"))
+
+    def values(self, group: Group) -> tuple[Any, ...]:
+        return (*self._read(group), group.get("decoupled_weight_decay"), group.get("clip"))
+
+    def hyper(self, group: Group) -> dict[str, float]:
+        beta1, beta2 = group["betas"]
+        return {
+            "lr": _number(group["lr"]),
+            "beta1": _number(beta1),
+            "beta2": _number(beta2),
+            "eps": _number(group["eps"]),
+            "weight_decay": _number(group["weight_decay"]),
+            "maximize": float(bool(group["maximize"])),
+            "decoupled": float(self.decoupled(group)),
+            "amsgrad": float(bool(group["amsgrad"])),
+        }
+
+    def torch_step(self, p: Tensor, grad: Tensor, entry: dict[str, Any], group: Group) -> None:
+        """torch's single-tensor step of one parameter; ``grad`` is unscaled and clipped already."""
+        slots = self.slots(group)
+        state.ensure_step(entry, p, group)
+        state.ensure_slots(entry, p, slots)
+        functional = torch.optim.adamw.adamw if self.decoupled(group) else torch.optim.adam.adam
+        functional(
+            [p],
+            [grad],
+            [entry["exp_avg"]],
+            [entry["exp_avg_sq"]],
+            [entry["max_exp_avg_sq"]] if group["amsgrad"] else [],
+            [entry["step"]],
+            foreach=False,
+            fused=False,
+            capturable=group.get("capturable", False),
+            differentiable=group.get("differentiable", False),
+            has_complex=torch.is_complex(p),
+            amsgrad=group["amsgrad"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+class SGDRule:
+    """SGD with or without momentum. Without, a parameter has no state at all, as in torch."""
+
+    code = 1
+    has_step = False
+    sparse_ok = True
+    copies_first = True  # the first step copies the gradient into the buffer
+    all_slots = ("momentum_buffer",)
+
+    def __init__(self) -> None:
+        self._read = itemgetter("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+    def slots(self, group: Group) -> tuple[str, ...]:
+        return self.all_slots if group["momentum"] != 0 else ()
+
+    def structure(self, group: Group) -> tuple[bool, bool]:
+        return bool(group["momentum"] != 0), bool(group.get("differentiable"))
+
+    def values(self, group: Group) -> tuple[Any, ...]:
+        return (*self._read(group), group.get("clip"))
+
+    def hyper(self, group: Group) -> dict[str, float]:
+        return {
+            "lr": _number(group["lr"]),
+            "momentum": _number(group["momentum"]),
+            "dampening": _number(group["dampening"]),
+            "weight_decay": _number(group["weight_decay"]),
+            "nesterov": float(bool(group["nesterov"])),
+            "maximize": float(bool(group["maximize"])),
+        }
+
+    def torch_step(self, p: Tensor, grad: Tensor, entry: dict[str, Any], group: Group) -> None:
+        """torch's single-tensor step of one parameter; ``grad`` is unscaled and clipped already."""
+        buffers: list[Tensor | None] = [entry.get("momentum_buffer")]
+        torch.optim.sgd.sgd(
+            [p],
+            [grad],
+            buffers,
+            has_sparse_grad=grad.is_sparse,
+            foreach=False,
+            fused=False,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if group["momentum"] != 0:
+            entry["momentum_buffer"] = buffers[0]
+
+
+Rule = AdamRule | SGDRule

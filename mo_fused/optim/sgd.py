@@ -1,0 +1,59 @@
+"""SGD: torch's class on the fused step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .adamw import _OPTIONS_DOC
+from .base import OPTIONS, FusedOptimizer, check_options
+from .rules import SGDRule
+
+
+class SGD(FusedOptimizer, torch.optim.SGD):
+    __doc__ = f"""torch.optim.SGD with the whole step fused (momentum after Sutskever et al. 2013).
+
+    buf <- momentum * buf + (1 - dampening) * g (the first step copies g), theta <- theta - lr * buf. Arguments before
+    ``max_grad_norm`` are torch's, in torch's order.
+    {_OPTIONS_DOC.replace("``step``, ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``", "``momentum_buffer``; none without momentum")}"""
+
+    _rule = SGDRule()
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        clip_in_place: bool = False,
+        stats: bool = False,
+        amp: str = "fused",
+        backend: str | None = None,
+    ) -> None:
+        arguments = locals()
+        options = check_options({name: arguments[name] for name in OPTIONS})
+        torch.optim.SGD.__init__(
+            self,
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,  # type: ignore[arg-type]  # Tensor weight decay: torch 2.7 and newer
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self._adopt(options)

@@ -1,0 +1,119 @@
+"""State slots: lazily made, kept in the dtype they have, loaded from checkpoints of any age."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import errors
+
+Group = dict[str, Any]
+
+
+def step_dtype(group: Group) -> torch.dtype:
+    """torch's rule: float32, or float64 when that is the default dtype and the group is not fused."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 and not group.get("fused") else torch.float32
+
+
+def ensure_step(state: dict[str, Any], param: Tensor, group: Group) -> None:
+    """Makes ``state["step"]`` a 0-dim floating tensor on the parameter's device, whatever kind of number it was."""
+    value = state.get("step")
+    if (
+        type(value) is Tensor
+        and value.dim() == 0
+        and value.dtype in (torch.float32, torch.float64)
+        and value.device == param.device
+    ):
+        return
+    if value is None:
+        state["step"] = torch.zeros((), dtype=step_dtype(group), device=param.device)
+        return
+    if isinstance(value, Tensor):
+        dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+        state["step"] = value.detach().reshape(()).to(device=param.device, dtype=dtype, copy=True)
+    else:
+        state["step"] = torch.tensor(float(value), dtype=step_dtype(group), device=param.device)
+
+
+def ensure_slots(state: dict[str, Any], param: Tensor, keys: Sequence[str]) -> bool:
+    """Makes the slots that are missing, as zeros like the parameter; True when one was made."""
+    made = False
+    for key in keys:
+        if state.get(key) is None:
+            state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            made = True
+    return made
+
+
+def check_slot(state: dict[str, Any], param: Tensor, key: str, name: str) -> None:
+    """Refuses a slot that cannot belong to the parameter, before anything is changed."""
+    value = state[key]
+    if not isinstance(value, Tensor):
+        raise errors.state_mismatch("type", name, key, "torch.Tensor", type(value).__name__)
+    if value.shape != param.shape:
+        raise errors.state_mismatch("shape", name, key, tuple(param.shape), tuple(value.shape))
+    if value.device != param.device:
+        raise errors.state_mismatch("device", name, key, param.device, value.device)
+
+
+def _check_names(saved_groups: list[Group], groups: list[Group]) -> None:
+    for saved, own in zip(saved_groups, groups, strict=True):
+        saved_names, own_names = saved.get("param_names"), own.get("param_names")
+        if not saved_names or not own_names or saved_names == own_names:
+            continue
+        # Renamed parameters keep their places; the same names in other places would swap moments in silence.
+        if set(saved_names) & {n for n, s in zip(own_names, saved_names, strict=False) if n != s}:
+            raise errors.reordered_names(list(saved_names), list(own_names))
+
+
+def _own_copy(value: Any, param: Tensor, key: str) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step" or value.shape != param.shape or type(value) is not Tensor or type(param.data) is not Tensor:
+        device = value.device if key == "step" else param.device
+        return value.detach().to(device=device, copy=True)
+    # In the parameter's memory format, so that the step walks both in one order.
+    out = torch.empty_like(param, dtype=value.dtype, requires_grad=False, memory_format=torch.preserve_format)
+    return out.copy_(value.detach())
+
+
+class Loader:
+    """Takes a state_dict apart for ``load_state_dict``: groups go through torch, state keeps its dtypes.
+
+    torch's own loader casts every floating state tensor to the parameter's dtype (fp32 moments of bf16 parameters
+    would be rounded) and aliases the checkpoint's tensors.
+    """
+
+    def __init__(self, groups: list[Group], slots: Sequence[str]) -> None:
+        self._groups = groups
+        self._slots = slots
+        self._state: dict[Any, Any] = {}
+
+    def take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Validates everything, keeps the state, and returns a state_dict of groups alone for torch to load."""
+        saved_groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self._groups]:
+            return state_dict  # torch's loader has the text for this
+        _check_names(saved_groups, self._groups)
+        by_id: dict[Any, tuple[Tensor, str]] = {}
+        for saved, own in zip(saved_groups, self._groups, strict=True):
+            names = own.get("param_names") or [f"parameter {i}" for i in saved["params"]]
+            by_id.update(zip(saved["params"], zip(own["params"], names, strict=True), strict=True))
+        for key, entry in state_dict["state"].items():
+            if key not in by_id:
+                self._state[key] = entry
+                continue
+            param, name = by_id[key]
+            for slot in self._slots:
+                value = entry.get(slot)
+                if isinstance(value, Tensor) and value.shape != param.shape:
+                    raise errors.state_mismatch("shape", name, slot, tuple(param.shape), tuple(value.shape))
+            self._state[param] = {k: _own_copy(v, param, k) for k, v in entry.items() if v is not None}
+        return {**state_dict, "state": {}}
+
+    def put(self, state: dict[Any, Any]) -> None:
+        """Fills the optimizer's state with copies of what was taken."""
+        state.update(self._state)

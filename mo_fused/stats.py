@@ -1,0 +1,214 @@
+"""Results of a step and of a gradient measurement: buffers on the optimizer's device, read when a field is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import errors
+
+# Columns of the float64 buffers, as in csrc/abi.h (Result, RowStats).
+RESULT = (
+    "grad_norm",
+    "clip_coef",
+    "skipped",
+    "nonfinite",
+    "zeros",
+    "grad_amax",
+    "update_norm",
+    "stored_update_norm",
+    "param_norm",
+    "found_inf",
+    "measured",
+    "updated",
+)
+RESULT_WIDTH = 16
+ROW = ("grad_norm", "grad_amax", "nonfinite", "zeros", "update_norm", "stored_update_norm", "param_norm", "active")
+ROW_WIDTH = 8
+_RESULT_AT = {name: i for i, name in enumerate(RESULT)}
+_ROW_AT = {name: i for i, name in enumerate(ROW)}
+
+RING = 4
+"""How many steps a StepStats stays readable: its own and the three after it."""
+
+
+class StatsBuffer:
+    """One slot of the ring: a Result and the RowStats of every parameter in the table, as one float64 array."""
+
+    def __init__(self, rows: int) -> None:
+        self.array = np.zeros(RESULT_WIDTH + rows * ROW_WIDTH, dtype=np.float64)
+        self.tensor = torch.from_numpy(self.array)
+        self.result = self.array[:RESULT_WIDTH]
+        self.rows = self.array[RESULT_WIDTH:].reshape(rows, ROW_WIDTH)
+        self.result_address: int = self.array.ctypes.data
+        self.rows_address: int = self.array.ctypes.data + 8 * RESULT_WIDTH
+        self.generation = 0
+
+    def claim(self) -> int:
+        """Empties the slot for a new step; statistics of the step that had this slot become stale."""
+        self.generation += 1
+        self.array.fill(0.0)
+        return self.generation
+
+    def __getitem__(self, field: str) -> float:
+        return float(self.result[_RESULT_AT[field]])
+
+    def __setitem__(self, field: str, value: float) -> None:
+        self.result[_RESULT_AT[field]] = value
+
+    def row_field(self, row: int, field: str) -> float:
+        return float(self.rows[row, _ROW_AT[field]])
+
+    def set_row(self, row: int, **fields: float) -> None:
+        for name, value in fields.items():
+            self.rows[row, _ROW_AT[name]] = value
+
+
+@dataclass(frozen=True)
+class ParamStats:
+    """One parameter in one step. Fields that were not measured are None."""
+
+    grad_norm: float | None
+    """L2 norm of the unscaled gradient, before clipping."""
+    grad_amax: float | None
+    """Largest magnitude of the unscaled gradient (inf or NaN when an element is)."""
+    update_norm: float | None
+    """L2 norm of what the rule asked for, before rounding to the parameter's dtype."""
+    stored_update_norm: float | None
+    """L2 norm of the change that rounding left."""
+    param_norm: float | None
+    """L2 norm of the parameter after the step."""
+    all_zero: bool | None
+    """Every element of the gradient is exactly zero."""
+    nonfinite: int | None
+    """Elements of the gradient that are inf or NaN."""
+
+
+class StepStats:
+    """What the last step measured (``opt.last_step``).
+
+    Every field is a 0-dim tensor on the optimizer's device, so reading it into Python (``float``, ``.item()``) is the only
+    moment that waits for the device. A field that this step did not measure is None: ``update_norm``,
+    ``stored_update_norm`` and ``param_norm`` need ``stats=True``; the gradient's fields need ``stats=True`` or something that gates
+    the update (``max_grad_norm``, ``skip_nonfinite``, :class:`mo_fused.GradScaler`). Values stay readable for three further
+    steps; later they raise :class:`mo_fused.errors.StaleStatsError`.
+    """
+
+    def __init__(self, buffer: StatsBuffer, names: Callable[[], Sequence[Any]]) -> None:
+        self._buffer = buffer
+        self._generation = buffer.generation
+        self._names = names
+        self._measured = bool(buffer["measured"])
+        self._updated = bool(buffer["updated"])
+
+    def _fresh(self) -> StatsBuffer:
+        if self._buffer.generation != self._generation:
+            raise errors.stale_stats()
+        return self._buffer
+
+    def _field(self, name: str, known: bool = True) -> Tensor | None:
+        return self._fresh().tensor[_RESULT_AT[name]] if known else None
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Global L2 norm of the unscaled gradients before clipping (float64; inf or NaN on a skipped step)."""
+        return self._field("grad_norm", self._measured)
+
+    @property
+    def clip_coef(self) -> Tensor:
+        """What the gradients were multiplied by to clip them, in [0, 1]; 1 without clipping (float64)."""
+        value = self._field("clip_coef")
+        assert value is not None
+        return value
+
+    @property
+    def skipped(self) -> Tensor:
+        """True when the step changed nothing because of a non-finite gradient (bool)."""
+        value = self._field("skipped")
+        assert value is not None
+        return value != 0
+
+    @property
+    def nonfinite(self) -> Tensor | None:
+        """Number of gradient elements that are inf or NaN, over all groups (float64, a whole number)."""
+        return self._field("nonfinite", self._measured)
+
+    @property
+    def grad_amax(self) -> Tensor | None:
+        """Largest magnitude of the unscaled gradients (float64)."""
+        return self._field("grad_amax", self._measured)
+
+    @property
+    def update_norm(self) -> Tensor | None:
+        """L2 norm of what the rule subtracted from the parameters, decay included; 0 on a skipped step (float64)."""
+        return self._field("update_norm", self._updated)
+
+    @property
+    def stored_update_norm(self) -> Tensor | None:
+        """L2 norm of the change that the parameters' dtype kept; far below ``update_norm`` means a stall (float64)."""
+        return self._field("stored_update_norm", self._updated)
+
+    @property
+    def param_norm(self) -> Tensor | None:
+        """L2 norm of the parameters after the step (float64)."""
+        return self._field("param_norm", self._updated)
+
+    def per_param(self) -> dict[Any, ParamStats]:
+        """The same for each parameter that had a gradient, by name (optimizers over named parameters) or position.
+
+        Returns Python numbers: this reads the whole buffer and therefore waits for the device once.
+        """
+        rows = self._fresh().rows
+        measured, updated = self._measured, self._updated
+        out: dict[Any, ParamStats] = {}
+        for key, row, numel in self._names():
+            values = dict(zip(ROW, rows[row].tolist(), strict=True))
+            if not values["active"]:
+                continue
+            out[key] = ParamStats(
+                grad_norm=values["grad_norm"] if measured else None,
+                grad_amax=values["grad_amax"] if measured else None,
+                update_norm=values["update_norm"] if updated else None,
+                stored_update_norm=values["stored_update_norm"] if updated else None,
+                param_norm=values["param_norm"] if updated else None,
+                all_zero=values["grad_amax"] == 0.0 if measured else None,
+                nonfinite=int(values["nonfinite"]) if measured else None,
+            )
+        return out
+
+    def __repr__(self) -> str:
+        if self._buffer.generation != self._generation:
+            return "StepStats(stale)"
+        parts = []
+        for name in ("grad_norm", "clip_coef", "skipped", "nonfinite", "update_norm", "stored_update_norm", "param_norm"):
+            value = getattr(self, name)
+            if value is not None:
+                parts.append(f"{name}={value.item():.6g}" if value.dtype != torch.bool else f"{name}={bool(value)}")
+        return f"StepStats({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """Result of :func:`mo_fused.grad_stats`. 0-dim tensors over everything, 1-D tensors with one value a tensor."""
+
+    total_norm: Tensor
+    """L2 norm over all tensors (float64, 0-dim)."""
+    amax: Tensor
+    """Largest magnitude (float64, 0-dim); inf or NaN when an element is."""
+    nonfinite: Tensor
+    """Elements that are inf or NaN (int64, 0-dim)."""
+    zeros: Tensor
+    """Elements that are exactly zero (int64, 0-dim)."""
+    norms: Tensor
+    """L2 norm of each tensor (float64, shape ``(n,)``; 0 where a parameter has no gradient)."""
+    amaxes: Tensor
+    """Largest magnitude of each tensor (float64, ``(n,)``)."""
+    nonfinites: Tensor
+    """Non-finite elements of each tensor (int64, ``(n,)``)."""
+    zero_counts: Tensor
+    """Zero elements of each tensor (int64, ``(n,)``)."""

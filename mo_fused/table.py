@@ -1,0 +1,261 @@
+"""The pointer table of a step: validation, rows, chunks, and noticing what has changed since the last step.
+
+Rows are cached. Every step looks at every tensor again (address and a hash of dtype, device, sizes and strides), so a
+changed ``p.data``, gradient or state tensor, a replaced state or parameter group is seen; only what changed is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import dispatch, errors
+from .layout import Plan, walking_order
+
+OPERANDS = 5  # param, grad, state0..2
+PARAM, GRAD, STATE = 0, 1, 2
+
+# Mirrors of the structs in csrc/abi.h and csrc/scan.h; check_abi compares the sizes with the library's.
+ROW = np.dtype(
+    [
+        ("param", "u8"),
+        ("grad", "u8"),
+        ("state", "u8", (3,)),
+        ("step", "u8"),
+        ("layout", "u8"),
+        ("numel", "i8"),
+        ("dtype", "u1", (8,)),
+        ("group", "i4"),
+        ("flags", "i4"),
+        ("first_chunk", "i8"),
+        ("chunks", "i8"),
+        ("reserved", "u8", (4,)),
+    ]
+)
+CHUNK = np.dtype([("start", "i8"), ("row", "i4"), ("length", "i4")])
+HYPER = np.dtype(
+    [
+        (name, "f8")
+        for name in (
+            "lr",
+            "beta1",
+            "beta2",
+            "eps",
+            "weight_decay",
+            "momentum",
+            "dampening",
+            "clip",
+            "maximize",
+            "decoupled",
+            "amsgrad",
+            "nesterov",
+            "reserved0",
+            "reserved1",
+            "reserved2",
+            "reserved3",
+        )
+    ]
+)
+CONTROL = np.dtype(
+    [
+        ("max_grad_norm", "f8"),
+        ("grad_scale", "f8"),
+        ("found_inf", "f8"),
+        ("extra_sumsq", "f8"),
+        ("extra_exponent", "f8"),
+        ("extra_amax", "f8"),
+        ("extra_nonfinite", "f8"),
+        ("extra_zeros", "f8"),
+        ("phases", "i4"),
+        ("rule", "i4"),
+        ("skip_nonfinite", "i4"),
+        ("update_stats", "i4"),
+        ("clip_in_place", "i4"),
+        ("threads", "i4"),
+        ("grad_stats_in_update", "i4"),
+        ("reserved", "i4"),
+    ]
+)
+STEP_TABLE = np.dtype(
+    [(n, "u8") for n in ("rows", "chunks", "batches", "hyper")]
+    + [(n, "i8") for n in ("n_rows", "n_chunks", "n_batches", "n_groups")]
+    + [(n, "u8") for n in ("scalars", "chunk_stats", "row_stats", "result", "control")]
+)
+RECORD = np.dtype(
+    [
+        ("address", "u8"),
+        ("layout", "u8"),
+        ("numel", "i8"),
+        ("dtype", "i4"),
+        ("device", "i4"),
+        ("contiguous", "i4"),
+        ("plain", "i4"),
+    ]
+)
+LAYOUT_WORDS = 1 + 8 + OPERANDS * 8 + OPERANDS
+CHUNK_ELEMENTS = 16384
+ROW_SCALARS_SIZE = 80
+CHUNK_STATS_SIZE = 64
+
+ACTIVE, FRESH, STEP_F64 = 1, 2, 4
+MEASURE, FINISH, UPDATE, SCALE = 1, 2, 4, 8
+
+
+def check_abi(sizes: dict[str, int]) -> None:
+    """Refuses a library whose structs are not the ones above (a stale build beside newer Python files)."""
+    own = {
+        "Row": ROW.itemsize,
+        "Layout": LAYOUT_WORDS * 8,
+        "Chunk": CHUNK.itemsize,
+        "Hyper": HYPER.itemsize,
+        "ChunkStats": CHUNK_STATS_SIZE,
+        "RowStats": 64,
+        "Result": 128,
+        "RowScalars": ROW_SCALARS_SIZE,
+        "Control": CONTROL.itemsize,
+        "StepTable": STEP_TABLE.itemsize,
+        "TensorRecord": RECORD.itemsize,
+        "chunk_elements": CHUNK_ELEMENTS,
+        "max_dims": 8,
+    }
+    if sizes != own:
+        wrong = sorted(k for k in own if sizes.get(k) != own[k])
+        raise errors.native_layout(f"another layout of {', '.join(wrong) or 'its records'}")
+
+
+@lru_cache(maxsize=1)
+def _exchange() -> tuple[Any, type, type] | None:
+    """torch's C exchange interface (2.10 and newer), through which csrc/scan.cpp reads tensors."""
+    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if capsule is None or dispatch.native() is None:
+        return None
+    return capsule, Tensor, torch.nn.Parameter
+
+
+def scan(items: list[Any], key: str | None, out: np.ndarray[Any, Any]) -> int:
+    """Writes a RECORD for every tensor of ``items`` (or of ``item[key]``); returns how many are not plain tensors."""
+    exchange = _exchange()
+    if exchange is not None:
+        native = dispatch.native()
+        assert native is not None
+        return int(native.scan(exchange, items, key, out.ctypes.data))
+    others = 0
+    for i, item in enumerate(items):
+        tensor = item if key is None else item.get(key)
+        out[i] = record = _record(tensor)
+        others += record[1] == 1
+    return others
+
+
+def _record(tensor: Tensor | None) -> tuple[int, int, int, int, int, int, int]:
+    if tensor is None:
+        return (0, 0, 0, -1, 0, 0, 0)
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return (0, 1, 0, -1, 0, 0, 0)
+    key = (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())
+    return (
+        tensor.data_ptr(),
+        (hash(key) & 0xFFFFFFFFFFFFFFFF) | 3,
+        tensor.numel(),
+        dispatch.FLOATS.get(tensor.dtype, -1),
+        dispatch.device_code(tensor.device),
+        int(tensor.is_contiguous()),
+        1,
+    )
+
+
+class Table:
+    """Arrays of one native call, and the addresses of them. Everything lives as long as the table."""
+
+    def __init__(self, plans: Sequence[Plan], groups: int) -> None:
+        n = len(plans)
+        self.rows = np.zeros(n, dtype=ROW)
+        self._layouts = np.zeros((max(1, sum(p.layout is not None for p in plans)), LAYOUT_WORDS), dtype=np.int64)
+        at = 0
+        for i, plan in enumerate(plans):
+            self.rows[i]["dtype"][:OPERANDS] = plan.dtypes
+            if plan.layout is not None:
+                self._layouts[at] = plan.layout
+                self.rows[i]["layout"] = self._layouts[at].ctypes.data
+                at += 1
+        self.rows["numel"] = [p.numel for p in plans]
+        self._cut()
+        self.hyper = np.zeros(max(1, groups), dtype=HYPER)
+        self.control = np.zeros(1, dtype=CONTROL)
+        self._scalars = np.zeros(max(1, n) * ROW_SCALARS_SIZE, dtype=np.uint8)
+        self._chunk_stats = np.zeros(max(1, len(self.chunks)) * CHUNK_STATS_SIZE, dtype=np.uint8)
+        step = np.zeros(1, dtype=STEP_TABLE)
+        step["rows"], step["chunks"], step["batches"] = (a.ctypes.data for a in (self.rows, self.chunks, self.batches))
+        step["hyper"], step["control"] = self.hyper.ctypes.data, self.control.ctypes.data
+        step["scalars"], step["chunk_stats"] = self._scalars.ctypes.data, self._chunk_stats.ctypes.data
+        step["n_rows"], step["n_chunks"] = n, len(self.chunks)
+        step["n_batches"], step["n_groups"] = len(self.batches) - 1, groups
+        self.step = step
+        self.address: int = step.ctypes.data
+        self.reset_control()
+
+    def _cut(self) -> None:
+        """Chunks of at most CHUNK_ELEMENTS, and batches of chunks of about that size for tiny tensors."""
+        numel = self.rows["numel"]
+        counts = -(-numel // CHUNK_ELEMENTS)
+        first = np.cumsum(counts) - counts
+        self.rows["first_chunk"], self.rows["chunks"] = first, counts
+        total = int(counts.sum())
+        self.chunks = np.zeros(total, dtype=CHUNK)
+        row = np.repeat(np.arange(len(numel)), counts)
+        start = (np.arange(total) - np.repeat(first, counts)) * CHUNK_ELEMENTS
+        self.chunks["row"], self.chunks["start"] = row, start
+        self.chunks["length"] = np.minimum(CHUNK_ELEMENTS, numel[row] - start) if total else 0
+        before = np.cumsum(self.chunks["length"], dtype=np.int64) - self.chunks["length"]
+        batch = before // CHUNK_ELEMENTS
+        edges = np.flatnonzero(np.diff(batch)) + 1 if total else np.zeros(0, dtype=np.int64)
+        self.batches = np.concatenate([[0], edges, [total]] if total else [[0]]).astype(np.int32)
+
+    def reset_control(self) -> None:
+        self.control[0] = (float("nan"), 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 2, 0, 0, 0, 1, 0, 0)
+
+    def set_outputs(self, result: int, row_stats: int) -> None:
+        self.step["result"], self.step["row_stats"] = result, row_stats
+
+
+def gradient_table(grads: Iterable[Tensor]) -> tuple[Table, list[Plan], list[int]]:
+    """A table of gradients alone (for the utilities): (table, plans of its rows, positions it cannot serve)."""
+    items = list(grads)
+    records = np.zeros(len(items), dtype=RECORD)
+    scan(items, None, records)
+    plans: list[Plan] = []
+    chosen: list[int] = []
+    others: list[int] = []
+    cpu = dispatch.device_code(torch.device("cpu"))
+    quick = (records["plain"] == 1) & (records["dtype"] >= 0) & (records["device"] == cpu)
+    for i, (ok, dense, dtype, numel) in enumerate(
+        zip(
+            quick.tolist(),
+            records["contiguous"].tolist(),
+            records["dtype"].tolist(),
+            records["numel"].tolist(),
+            strict=True,
+        )
+    ):
+        if not ok or items[i].is_neg():
+            others.append(i)
+            continue
+        layout = None
+        if not dense:
+            order = walking_order([None, items[i], None, None, None], written=())
+            if order.problem:
+                others.append(i)
+                continue
+            layout = order.layout
+        plans.append(Plan(numel=numel, dtypes=(0, dtype, 0, 0, 0), layout=layout))
+        chosen.append(i)
+    table = Table(plans, 1)
+    table.rows["grad"] = records["address"][chosen]
+    table.rows["flags"] = ACTIVE
+    table.hyper["clip"] = 1.0
+    return table, plans, others
