@@ -13,7 +13,7 @@ from torch import Tensor
 from . import errors
 
 BACKENDS = ("cpu", "eager")
-"""Names that ``backend=`` and MO_FUSED_BACKEND take. Whatever none of them serves goes to torch's own single-tensor step."""
+"""Names that ``backend=`` and MO_FUSED_BACKEND take. What none of them serves goes to torch's single-tensor step."""
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """Element types that the kernels compute, with their codes in csrc/abi.h."""
@@ -67,7 +67,9 @@ def is_meta(tensor: Tensor) -> bool:
     return tensor.device.type == "meta"
 
 
-REMEDY = "install g++ and build again with `pip install --no-binary mo_fused mo_fused` (or `pip install .` in a checkout)"
+REMEDY = (
+    "install g++ and build again with `pip install --no-binary mo_fused mo_fused` (or `pip install .` in a checkout)"
+)
 
 
 def requested(backend: str | None) -> str | None:

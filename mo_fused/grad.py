@@ -27,22 +27,27 @@ class _Measurement:
         there = [g for g in grads if g is not None]
         self._index = [i for i, g in enumerate(grads) if g is not None]
         if dispatch.native() is None:
-            self.table, rows, self.others = Table([], 1), [], list(range(len(there)))
+            self.table, self.others = Table([], [], {}, 1), list(range(len(there)))
         else:
-            self.table, rows, self.others = gradient_table(there)
+            self.table, self.others = gradient_table(there)
         self.grads = there
         self._served = sorted(set(range(len(there))) - set(self.others)) if self.others else range(len(there))
-        self.buffer = StatsBuffer(len(rows))
+        # Which rows have a Layout: only those can be expanded tensors.
+        strided = self.table.rows["layout"] != 0
+        self._strided = [there[i] for i, s in zip(self._served, strided.tolist(), strict=True) if s]
+        self.buffer = StatsBuffer(len(self.table.rows))
         self.table.set_outputs(self.buffer.result_address, self.buffer.rows_address)
         self.values: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * len(grads)
         self.total = 0.0
         self.amax = 0.0
 
     @property
-    def distinct(self) -> bool:
-        """No gradient's memory is listed twice, so they can be written side by side."""
+    def writable(self) -> bool:
+        """No memory is listed twice or shared by the elements of one gradient, so all can be written side by side."""
         address = self.table.rows["grad"]
-        return len(set(address.tolist())) == len(address)
+        return len(set(address.tolist())) == len(address) and not any(
+            s == 0 and n > 1 for g in self._strided for s, n in zip(g.stride(), g.shape, strict=True)
+        )
 
     def run(self, phases: int, max_norm: float = math.nan) -> None:
         control = self.table.control
@@ -73,6 +78,10 @@ class _Measurement:
         coef = clip_coefficient(norm, max_norm)
         if coef == 1.0:
             return
+        if not self.writable:  # one after the other, and torch's error for an expanded gradient
+            for g in self.grads:
+                g.mul_(coef)
+            return
         for i in self.others:
             self.grads[i].mul_(coef)
         if len(self.others) == len(self.grads):
@@ -87,8 +96,8 @@ def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
     """Norm, largest magnitude, non-finite and zero elements of many gradients, in one read of each.
 
     Args:
-        tensors: a tensor or an iterable of tensors. Of a parameter (or any leaf that requires grad) its ``.grad`` is measured,
-            of other tensors their values. Any shapes, strides, dtypes and devices.
+        tensors: a tensor or an iterable of tensors. Of a parameter (or any leaf that requires grad) its ``.grad`` is
+            measured, of other tensors their values. Any shapes, strides, dtypes and devices.
 
     Returns:
         GradStats; a parameter without gradient counts as empty.
@@ -174,8 +183,9 @@ def get_total_norm(
         foreach: passed on where torch does the work.
 
     Returns:
-        0-dim tensor on the first tensor's device, in the promoted dtype of the tensors (float32 where that is float16, whose
-        range is too small for a norm). Finite fp32 elements never give an infinite double norm; empty tensors add nothing.
+        0-dim tensor on the first tensor's device, in the promoted dtype of the tensors (float32 where that is float16,
+        whose range is too small for a norm). Sums of squares neither overflow nor vanish on the way; empty tensors add
+        nothing.
     """
     grads = _as_list(tensors, 3)
     norm_type = float(norm_type)
@@ -215,11 +225,7 @@ def clip_grads_with_norm_(
     if not _served(grads, 2.0) or type(total_norm) is not Tensor:
         torch.nn.utils.clip_grads_with_norm_(items, max_norm, total_norm, foreach)
         return
-    measured = _Measurement(list(grads))
-    if not measured.distinct:
-        torch.nn.utils.clip_grads_with_norm_(items, max_norm, total_norm, foreach)
-        return
-    measured.scale(float(total_norm), float(max_norm))
+    _Measurement(list(grads)).scale(float(total_norm), float(max_norm))
 
 
 @torch.no_grad()
@@ -252,7 +258,7 @@ def clip_grad_norm_(
     if not _served(grads, norm_type):
         return torch.nn.utils.clip_grad_norm_(items, max_norm, norm_type, error_if_nonfinite, foreach)
     measured = _Measurement(list(grads))
-    if norm_type == 2.0 and not error_if_nonfinite and not measured.others and measured.distinct:
+    if norm_type == 2.0 and not error_if_nonfinite and not measured.others and measured.writable:
         measured.run(MEASURE | FINISH | SCALE, max_norm)
         if measured.buffer["clip_coef"] != 1.0:
             torch.autograd.graph.increment_version(grads)
@@ -261,9 +267,5 @@ def clip_grad_norm_(
     norm = measured.total if norm_type == 2.0 else measured.amax
     if error_if_nonfinite:
         _check_finite(norm, norm_type)
-    if measured.distinct:
-        measured.scale(norm, max_norm)
-    else:
-        total = torch.tensor(norm, dtype=torch.float64)
-        torch.nn.utils.clip_grads_with_norm_(items, max_norm, total, foreach)
+    measured.scale(norm, max_norm)
     return _norm_tensor(norm, grads)

@@ -62,10 +62,11 @@ def _may_overlap(strides: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def walking_order(operands: Sequence[Tensor | None], written: Sequence[int]) -> Order:
-    """How to walk the given operands together; ``written``: positions of those that are written.
+    """How to walk the given operands (param, grad, state0..2) together; all that are there have the same sizes.
 
-    All operands that are there have the same sizes.
+    ``written``: positions of those that are written.
     """
+    operands = [*operands, *[None] * (OPERANDS - len(operands))]
     there = [t for t in operands if t is not None]
     lead = there[0]
     if lead.numel() == 0 or _dense_in_one_order(there):
@@ -74,8 +75,6 @@ def walking_order(operands: Sequence[Tensor | None], written: Sequence[int]) -> 
     sizes = [lead.shape[d] for d in dims]
     strides = [[0] * len(dims) if t is None else [t.stride(d) for d in dims] for t in operands]
     for i in written:
-        if operands[i] is None:
-            continue
         if 0 in strides[i]:
             return Order(None, "its elements share memory", True)
         if _may_overlap(strides[i], sizes):

@@ -1,11 +1,11 @@
 """The rules in plain torch: the twin of csrc/rules, bit for bit.
 
 At float64 it is the oracle of the tests, at float32 the eager backend. Only additions, subtractions, multiplications,
-divisions and comparisons are used: torch's ``lerp``, ``addcmul`` and ``add(alpha=)`` fuse, and its own CPU square root is off by
-one unit in the last place for many values, so square roots go through float64.
+divisions and comparisons are used: torch's ``lerp``, ``addcmul`` and ``add(alpha=)`` fuse, and its own CPU square root
+is off by one unit in the last place for many values, so square roots go through float64.
 
-Shapes: every tensor of a call has the parameter's shape. Scalars are Python floats (float64), rounded once to the compute
-type by torch, as the kernels do.
+Shapes: every tensor of a call has the parameter's shape. Scalars are Python floats (float64), rounded once to the
+compute type by torch, as the kernels do.
 """
 
 from __future__ import annotations
@@ -135,7 +135,10 @@ def adamw_update(
     if _rounded(s.l2, dtype) != 0:
         g = g + p * s.l2
     m = m + (g - m) * (1.0 - s.beta1) if _rounded(s.beta1, dtype) > 0.5 else g - (g - m) * s.beta1
-    v = v * s.beta2 + (g * g) * (1.0 - s.beta2)
+    square = g * g
+    from_old = _rounded(s.beta2, dtype) > 0.5
+    average = v + (square - v) * (1.0 - s.beta2) if from_old else square - (square - v) * s.beta2
+    v = torch.where(v == float("inf"), v, average)
     second = v
     if w is not None:
         w = torch.where((w > v) | w.isnan(), w, v)
@@ -161,6 +164,16 @@ def sgd_update(
     return _apply(p, update), buf, update
 
 
+def sum_of_squares(x: Tensor) -> float:
+    """In float64 and in an order that does not depend on the number of threads (torch's sum does)."""
+    x = x.detach().double().reshape(-1)
+    if x.device == torch.device("cpu"):
+        values = x.numpy()
+        with np.errstate(all="ignore"):
+            return float(np.sum(values * values))
+    return float((x * x).sum())
+
+
 def grad_sums(g: Tensor) -> tuple[float, int, float, int, int]:
     """(sum of squares, its power of two, largest magnitude, non-finite elements, zero elements) of one gradient.
 
@@ -176,9 +189,9 @@ def grad_sums(g: Tensor) -> tuple[float, int, float, int, int]:
     amax = float(x.abs().amax())
     nonfinite = int((~x.isfinite()).sum())
     zeros = int((x == 0).sum())
-    total = float((x * x).sum())
+    total = sum_of_squares(x)
     if amax > 0 and np.isfinite(amax) and not 1e-280 <= total < float("inf"):
         k = int(np.frexp(amax)[1])
         scaled = torch.ldexp(x, torch.tensor(-k, device=x.device))
-        return float((scaled * scaled).sum()), 2 * k, amax, nonfinite, zeros
+        return sum_of_squares(scaled), 2 * k, amax, nonfinite, zeros
     return total, 0, amax, nonfinite, zeros

@@ -13,15 +13,14 @@ from .optim.base import FusedOptimizer
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler, except that found_inf comes from the fused step's own pass over the gradients.
 
-    Arguments, state_dict and results are torch's. For optimizers of this package (with ``amp="fused"``) the extra pass that
-    torch's scaler makes before the step, which reads and writes every gradient, falls away; for any other optimizer, and
-    after an explicit ``unscale_()``, it behaves as torch's.
+    Arguments, state_dict and results are torch's. For optimizers of this package (with ``amp="fused"``) the extra pass
+    that torch's scaler makes before the step, which reads and writes every gradient, falls away; for any other
+    optimizer, and after an explicit ``unscale_()``, it behaves as torch's.
     """
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
         if not isinstance(optimizer, FusedOptimizer):
-            result: dict[str, Any] = super()._check_inf_per_device(optimizer)
-            return result
+            return super()._check_inf_per_device(optimizer)
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         # The step fills this in before update() reads it.
         report: Tensor = torch.zeros((), dtype=torch.float32, device=scale.device)

@@ -1,4 +1,4 @@
-"""Results of a step and of a gradient measurement: buffers on the optimizer's device, read when a field is asked for."""
+"""Results of a step and of a measurement: buffers on the optimizer's device, read when a field is asked for."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ class ParamStats:
 class StepStats:
     """What the last step measured (``opt.last_step``).
 
-    Every field is a 0-dim tensor on the optimizer's device, so reading it into Python (``float``, ``.item()``) is the only
-    moment that waits for the device. A field that this step did not measure is None: ``update_norm``,
-    ``stored_update_norm`` and ``param_norm`` need ``stats=True``; the gradient's fields need ``stats=True`` or something that gates
-    the update (``max_grad_norm``, ``skip_nonfinite``, :class:`mo_fused.GradScaler`). Values stay readable for three further
-    steps; later they raise :class:`mo_fused.errors.StaleStatsError`.
+    Every field is a 0-dim tensor on the optimizer's device, so reading it into Python (``float``, ``.item()``) is the
+    only moment that waits for the device. A field that this step did not measure is None: ``update_norm``,
+    ``stored_update_norm`` and ``param_norm`` need ``stats=True``; the gradient's fields need ``stats=True`` or
+    something that gates the update (``max_grad_norm``, ``skip_nonfinite``, :class:`mo_fused.GradScaler`). Values stay
+    readable for three further steps; later they raise :class:`mo_fused.errors.StaleStatsError`.
     """
 
     def __init__(self, buffer: StatsBuffer, names: Callable[[], Sequence[Any]]) -> None:
@@ -166,7 +166,7 @@ class StepStats:
         rows = self._fresh().rows
         measured, updated = self._measured, self._updated
         out: dict[Any, ParamStats] = {}
-        for key, row, numel in self._names():
+        for key, row in self._names():
             values = dict(zip(ROW, rows[row].tolist(), strict=True))
             if not values["active"]:
                 continue
@@ -185,7 +185,7 @@ class StepStats:
         if self._buffer.generation != self._generation:
             return "StepStats(stale)"
         parts = []
-        for name in ("grad_norm", "clip_coef", "skipped", "nonfinite", "update_norm", "stored_update_norm", "param_norm"):
+        for name in (*RESULT[:4], *RESULT[6:9]):
             value = getattr(self, name)
             if value is not None:
                 parts.append(f"{name}={value.item():.6g}" if value.dtype != torch.bool else f"{name}={bool(value)}")

@@ -6,7 +6,6 @@ changed ``p.data``, gradient or state tensor, a replaced state or parameter grou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from . import dispatch, errors
-from .layout import Plan, walking_order
+from .layout import walking_order
 
 OPERANDS = 5  # param, grad, state0..2
-PARAM, GRAD, STATE = 0, 1, 2
+GRAD = 1  # place among the operands
 
 # Mirrors of the structs in csrc/abi.h and csrc/scan.h; check_abi compares the sizes with the library's.
 ROW = np.dtype(
@@ -170,20 +169,25 @@ def _record(tensor: Tensor | None) -> tuple[int, int, int, int, int, int, int]:
 
 
 class Table:
-    """Arrays of one native call, and the addresses of them. Everything lives as long as the table."""
+    """Arrays of one native call, and the addresses of them. Everything lives as long as the table.
 
-    def __init__(self, plans: Sequence[Plan], groups: int) -> None:
-        n = len(plans)
+    Args:
+        numel: elements of each row, shape ``(n,)``.
+        dtypes: codes of its operands' dtypes, shape ``(n, 5)``.
+        layouts: words of a Layout record by row, for rows whose operands are not dense in one order.
+        groups: number of parameter groups.
+    """
+
+    def __init__(self, numel: Any, dtypes: Any, layouts: dict[int, list[int]], groups: int) -> None:
+        n = len(numel)
         self.rows = np.zeros(n, dtype=ROW)
-        self._layouts = np.zeros((max(1, sum(p.layout is not None for p in plans)), LAYOUT_WORDS), dtype=np.int64)
-        at = 0
-        for i, plan in enumerate(plans):
-            self.rows[i]["dtype"][:OPERANDS] = plan.dtypes
-            if plan.layout is not None:
-                self._layouts[at] = plan.layout
-                self.rows[i]["layout"] = self._layouts[at].ctypes.data
-                at += 1
-        self.rows["numel"] = [p.numel for p in plans]
+        self.rows["numel"] = numel
+        if n:
+            self.rows["dtype"][:, :OPERANDS] = dtypes
+        self._layouts = np.zeros((max(1, len(layouts)), LAYOUT_WORDS), dtype=np.int64)
+        for at, (row, words) in enumerate(layouts.items()):
+            self._layouts[at] = words
+            self.rows["layout"][row] = self._layouts[at].ctypes.data
         self._cut()
         self.hyper = np.zeros(max(1, groups), dtype=HYPER)
         self.control = np.zeros(1, dtype=CONTROL)
@@ -223,39 +227,26 @@ class Table:
         self.step["result"], self.step["row_stats"] = result, row_stats
 
 
-def gradient_table(grads: Iterable[Tensor]) -> tuple[Table, list[Plan], list[int]]:
-    """A table of gradients alone (for the utilities): (table, plans of its rows, positions it cannot serve)."""
-    items = list(grads)
-    records = np.zeros(len(items), dtype=RECORD)
-    scan(items, None, records)
-    plans: list[Plan] = []
-    chosen: list[int] = []
-    others: list[int] = []
+def gradient_table(grads: list[Tensor]) -> tuple[Table, list[int]]:
+    """A table of gradients alone, for the utilities: (table, positions of the tensors that it cannot serve)."""
+    records = np.zeros(len(grads), dtype=RECORD)
+    scan(grads, None, records)
     cpu = dispatch.device_code(torch.device("cpu"))
-    quick = (records["plain"] == 1) & (records["dtype"] >= 0) & (records["device"] == cpu)
-    for i, (ok, dense, dtype, numel) in enumerate(
-        zip(
-            quick.tolist(),
-            records["contiguous"].tolist(),
-            records["dtype"].tolist(),
-            records["numel"].tolist(),
-            strict=True,
-        )
-    ):
-        if not ok or items[i].is_neg():
-            others.append(i)
-            continue
-        layout = None
-        if not dense:
-            order = walking_order([None, items[i], None, None, None], written=())
-            if order.problem:
-                others.append(i)
-                continue
-            layout = order.layout
-        plans.append(Plan(numel=numel, dtypes=(0, dtype, 0, 0, 0), layout=layout))
-        chosen.append(i)
-    table = Table(plans, 1)
+    served = (records["plain"] == 1) & (records["dtype"] >= 0) & (records["device"] == cpu)
+    layouts: dict[int, list[int]] = {}
+    # Lazily negated views are strided (the imaginary part of a conjugate); one element is always contiguous.
+    for i in np.flatnonzero(served & ((records["contiguous"] == 0) | (records["numel"] == 1))).tolist():
+        order = walking_order([None, grads[i], None, None, None], written=())
+        if grads[i].is_neg() or order.problem:
+            served[i] = False
+        elif order.layout is not None:
+            layouts[i] = order.layout
+    chosen = np.flatnonzero(served)
+    place = {int(i): row for row, i in enumerate(chosen)}
+    dtypes = np.zeros((len(chosen), OPERANDS), dtype=np.uint8)
+    dtypes[:, GRAD] = records["dtype"][chosen]
+    table = Table(records["numel"][chosen], dtypes, {place[i]: words for i, words in layouts.items()}, 1)
     table.rows["grad"] = records["address"][chosen]
     table.rows["flags"] = ACTIVE
     table.hyper["clip"] = 1.0
-    return table, plans, others
+    return table, np.flatnonzero(~served).tolist()

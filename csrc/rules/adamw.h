@@ -28,7 +28,7 @@ MO_RULE void prepare_adamw(const Hyper& h, int64_t step, RowScalars& s) {
 template <class T>
 struct AdamScalars {
   T coef, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, inv_sqrt_bc2, step_size, decay, l2;
-  bool from_old, decays, penalizes;  // which of the branches below, the same for every element
+  bool first_from_old, second_from_old, decays, penalizes;  // which of the branches below, the same for every element
   explicit AdamScalars(const RowScalars& s)
       : coef(T(s.coef)),
         beta1(T(s.a[kBeta1])),
@@ -40,7 +40,8 @@ struct AdamScalars {
         step_size(T(s.a[kStepSize])),
         decay(T(s.a[kDecay])),
         l2(T(s.a[kL2])),
-        from_old(beta1 > T(0.5)),
+        first_from_old(beta1 > T(0.5)),
+        second_from_old(beta2 > T(0.5)),
         decays(decay != T(0)),
         penalizes(l2 != T(0)) {}
 };
@@ -50,13 +51,12 @@ template <bool Amsgrad, class V, class T>
 MO_RULE void adamw_update(V& p, V g, V& m, V& v, V& w, V& update, const AdamScalars<T>& s) {
   g = g * s.coef;
   if (s.penalizes) g = g + p * s.l2;
-  // Linear interpolation from the nearer end, so that beta1 = 0 gives g itself and a constant gradient is a fixed point.
-  if (s.from_old) {
-    m = m + (g - m) * s.one_minus_beta1;
-  } else {
-    m = g - (g - m) * s.beta1;
-  }
-  v = v * s.beta2 + (g * g) * s.one_minus_beta2;
+  // Linear interpolation from the nearer end: beta = 0 gives the new value itself, and a constant gradient is a fixed
+  // point (v * beta2 + g^2 * (1 - beta2) with rounded factors that do not add up to 1 is off by 3e-6 at 0.999).
+  m = s.first_from_old ? m + (g - m) * s.one_minus_beta1 : g - (g - m) * s.beta1;
+  const V square = g * g;
+  const V average = s.second_from_old ? v + (square - v) * s.one_minus_beta2 : square - (square - v) * s.beta2;
+  v = v == T(__builtin_inf()) ? v : average;  // an average that has overflown stays so, and the update 0, as in torch
   V second = v;
   if (Amsgrad) {
     w = (w > v) | (w != w) ? w : v;  // a NaN that is already there stays, as in torch.maximum

@@ -1,4 +1,4 @@
-"""The eager backend: the rules of mo_fused/reference.py in plain torch, row by row, with the phases of csrc/cpu/step.cpp.
+"""The eager backend: the rules of mo_fused/reference.py in plain torch, row by row, in the phases of csrc/cpu/step.cpp.
 
 Works wherever torch does and needs no compiled library; element-wise results have the same bits as the kernels'.
 """
@@ -71,14 +71,22 @@ def run(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: 
     for i, (row, grad) in enumerate(zip(rows, grads, strict=True)):
         if grad is None:
             continue
-        hyper = {name: float(value) for name, value in zip(table.hyper.dtype.names or (), table.hyper[row.group], strict=True)}
+        hyper = {
+            name: float(value)
+            for name, value in zip(table.hyper.dtype.names or (), table.hyper[row.group], strict=True)
+        }
         scale = (out["clip_coef"] if hyper["clip"] else 1.0) / float(control["grad_scale"])
         found = _update(row, grad, hyper, scale, bool(control["update_stats"]))
         if control["clip_in_place"] and scale != 1.0:
             compute = torch.float64 if grad.dtype == torch.float64 else torch.float32
             grad.copy_(reference.narrow(reference.widen(grad, compute) * scale, grad.dtype))
         if control["update_stats"]:
-            out.set_row(i, update_norm=math.sqrt(found[0]), stored_update_norm=math.sqrt(found[1]), param_norm=math.sqrt(found[2]))
+            out.set_row(
+                i,
+                update_norm=math.sqrt(found[0]),
+                stored_update_norm=math.sqrt(found[1]),
+                param_norm=math.sqrt(found[2]),
+            )
             sums = [a + b for a, b in zip(sums, found, strict=True)]
     if control["update_stats"]:
         out["update_norm"], out["stored_update_norm"], out["param_norm"] = (math.sqrt(s) for s in sums)
@@ -98,9 +106,7 @@ def _measure(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], 
         sumsq, exponent, row_max, bad, zero = reference.grad_sums(grad)
         one = ScaledSum()
         one.add(sumsq, exponent)
-        out.set_row(
-            i, grad_norm=one.norm() / scale, grad_amax=row_max / scale, nonfinite=bad, zeros=zero, active=1.0
-        )
+        out.set_row(i, grad_norm=one.norm() / scale, grad_amax=row_max / scale, nonfinite=bad, zeros=zero, active=1.0)
         amax = larger(amax, row_max)
         nonfinite += bad
         zeros += zero
@@ -159,14 +165,13 @@ def _update(
     stored = reference.narrow(new_p, param.dtype)
     kept = reference.widen(stored, compute)
     # Before the write: p may be the parameter's own memory.
-    sums = (_sumsq(update), _sumsq(kept - p), _sumsq(kept)) if want_sums else (0.0, 0.0, 0.0)
+    sums = (
+        (reference.sum_of_squares(update), reference.sum_of_squares(kept - p), reference.sum_of_squares(kept))
+        if want_sums
+        else (0.0, 0.0, 0.0)
+    )
     param.detach().copy_(stored)
     for key, value in zip(row.slots, new_slots, strict=False):
         assert value is not None
         entry[key].copy_(reference.narrow(value, entry[key].dtype))
     return sums
-
-
-def _sumsq(x: Tensor) -> float:
-    x = x.double()
-    return float((x * x).sum())

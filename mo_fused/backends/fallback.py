@@ -37,9 +37,7 @@ def measure(table: Table, rows: Sequence[Row], first_row: int, out: StatsBuffer)
         sumsq, exponent, row_max, bad, zero = reference.grad_sums(_local(row.param.grad))
         one = ScaledSum()
         one.add(sumsq, exponent)
-        out.set_row(
-            i, grad_norm=one.norm() / scale, grad_amax=row_max / scale, nonfinite=bad, zeros=zero, active=1.0
-        )
+        out.set_row(i, grad_norm=one.norm() / scale, grad_amax=row_max / scale, nonfinite=bad, zeros=zero, active=1.0)
         if table.hyper["clip"][row.group]:
             total.add(sumsq, exponent)
         amax, nonfinite, zeros = larger(amax, row_max), nonfinite + bad, zeros + zero

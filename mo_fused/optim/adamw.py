@@ -10,20 +10,19 @@ from torch import Tensor
 from .base import OPTIONS, FusedOptimizer, check_options
 from .rules import AdamRule
 
-_OPTIONS_DOC = """
+OPTIONS_DOC = """
     Keyword-only options beyond torch's:
 
     Args:
-        max_grad_norm: clips the gradients' global L2 norm, over all groups, to this value inside the step; ``.grad`` is not
-            rewritten. A group with ``"clip": False`` takes no part in the norm or the scaling. None: no clipping.
+        max_grad_norm: clips the gradients' global L2 norm, over all groups, to this value inside the step; ``.grad`` is
+            not rewritten. A group with ``"clip": False`` takes no part in the norm or the scaling. None: no clipping.
         skip_nonfinite: a step in which any gradient element is inf or NaN changes nothing.
         clip_in_place: also write the clipped, unscaled gradients back to ``.grad``.
         stats: measure norms of gradients, updates and parameters every step (``opt.last_step``).
         amp: "fused" unscales inside the step, as torch's ``fused=True`` does; "torch" leaves it to the scaler.
         backend: "cpu", "eager" or None for the best one (also the environment variable MO_FUSED_BACKEND).
 
-    ``fused`` and ``foreach`` are stored and shown; they do not choose the backend (``opt.explain()`` tells which one runs).
-    State: ``step``, ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``, as in torch.
+    ``fused`` and ``foreach`` are stored and shown; they do not choose the backend (``opt.explain()`` tells which runs).
 """
 
 
@@ -31,8 +30,9 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
     __doc__ = f"""torch.optim.AdamW with the whole step fused (Loshchilov & Hutter 2019, arXiv:1711.05101).
 
     theta <- theta - lr * (m_hat / (sqrt(v_hat) + eps) + weight_decay * theta), computed in float32 (float64 for float64
-    parameters) and rounded once to the parameter's dtype. Arguments before ``max_grad_norm`` are torch's, in torch's order.
-    {_OPTIONS_DOC}"""
+    parameters) and rounded once to the parameter's dtype. Arguments before ``max_grad_norm`` are torch's, in torch's
+    order. State: ``step``, ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``, as in torch.
+    {OPTIONS_DOC}"""
 
     _rule = AdamRule(decoupled=True)
 
@@ -63,7 +63,7 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
             self,
             params,
             lr,
-            betas,  # type: ignore[arg-type]  # Tensor betas: torch 2.7 and newer
+            betas,
             eps,
             weight_decay,
             amsgrad,
@@ -80,8 +80,8 @@ class Adam(FusedOptimizer, torch.optim.Adam):
     __doc__ = f"""torch.optim.Adam with the whole step fused (Kingma & Ba 2015, arXiv:1412.6980).
 
     Weight decay is added to the gradient unless ``decoupled_weight_decay=True`` (torch 2.7 and newer). Arguments before
-    ``max_grad_norm`` are torch's, in torch's order.
-    {_OPTIONS_DOC}"""
+    ``max_grad_norm`` are torch's, in torch's order. State as in :class:`AdamW`.
+    {OPTIONS_DOC}"""
 
     _rule = AdamRule(decoupled=False)
 
@@ -115,7 +115,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
             self,
             params,
             lr,
-            betas,  # type: ignore[arg-type]  # Tensor betas: torch 2.7 and newer
+            betas,
             eps,
             weight_decay,
             amsgrad,

@@ -16,7 +16,7 @@ from ..backends import cpu, eager, fallback
 from ..state import Loader
 from ..stats import StepStats
 from ..table import FINISH, MEASURE, UPDATE
-from .rows import RowSet
+from .rows import Row, RowSet
 from .rules import Rule
 
 OPTIONS: dict[str, Any] = {
@@ -70,7 +70,7 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
             "amp",
             "'fused' or 'torch'",
             options["amp"],
-            "'fused' unscales inside the step, 'torch' leaves it to the scaler (for frameworks that clip by themselves)",
+            "'fused' unscales inside the step, 'torch' leaves it to the scaler, for frameworks that clip by themselves",
         )
     dispatch.requested(options["backend"])
     return {**options, "max_grad_norm": None if norm is None else float(norm)}
@@ -170,10 +170,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         control["phases"] = (MEASURE if gated else 0) | FINISH | UPDATE
         if other and (gated or stats):
             fallback.measure(table, other, native, out)
-        if rows.eager:
+        if rows.eager or dispatch.native() is None:
             eager.run(table, rows.native, grads, out)
         else:
-            cpu.run(table) if dispatch.native() is not None else eager.run(table, rows.native, grads, out)
+            cpu.run(table)
         skipped = bool(out["skipped"])
         if not skipped:
             if other:
@@ -184,7 +184,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         rows.settle(skipped)
         if report is not None:
             report.fill_(out["found_inf"])
-        self.__dict__["_last_step"] = StepStats(out, partial(self._stats_rows, list(rows.native), list(other)))
+        self.__dict__["_last_step"] = StepStats(out, partial(self._stats_rows, [*rows.native, *other]))
 
     def _raise_versions(self, rows: RowSet, grads: list[Tensor | None]) -> None:
         """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
@@ -208,13 +208,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             return str(names[position - first])
         return f"parameter {position} (group {group})"
 
-    def _stats_rows(self, native: list[Any], other: list[Any]) -> list[tuple[Any, int, int]]:
-        named = "param_names" in self.param_groups[0] if self.param_groups else False
-        rows = [
-            (self._name(r.group, r.position) if named else r.position, i, r.param.numel())
-            for i, r in enumerate([*native, *other])
-        ]
-        return sorted(rows, key=lambda r: 0 if named else r[0])
+    def _stats_rows(self, rows: list[Row]) -> list[tuple[Any, int]]:
+        """(name or position, row in the buffer) of each row of that step, in the order of the state_dict."""
+        named = bool(self.param_groups) and "param_names" in self.param_groups[0]
+        order = sorted(range(len(rows)), key=lambda i: rows[i].position)
+        return [(self._name(rows[i].group, rows[i].position) if named else rows[i].position, i) for i in order]
 
     def explain(self) -> Explanations:
         """Which backend steps each parameter, and why. Parameters without a gradient say what they would get."""
@@ -243,8 +241,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Loads a checkpoint of this class, of torch's, or of an older version of either.
 
         State keeps the dtype it was saved with (torch casts it to the parameter's) and is copied, never shared with
-        ``state_dict``; ``step`` may be any kind of number; missing group options and slots are filled. State of another shape
-        and groups whose named parameters are in another order are refused, before anything is changed.
+        ``state_dict``; ``step`` may be any kind of number; missing group options and slots are filled. State of another
+        shape and groups whose named parameters are in another order are refused, before anything is changed.
 
         Raises:
             ValueError: the checkpoint does not fit these parameters.

@@ -59,8 +59,10 @@ class RowSet:
         self._state: Any = None
         self._states: list[Any] = []
         self._cache: dict[int, Row] = {}
+        self._unseen: list[int] = []
         self._hyper_values: list[Any] = []
         self._hyper_fixed = False
+        self._written: np.ndarray[Any, Any]
         self.native: list[Row] = []
         self.other: list[Row] = []
         self._build([], 0)
@@ -132,8 +134,7 @@ class RowSet:
         values = [self._rule.values(g) for g in groups]
         if self._hyper_fixed and values == self._hyper_values:
             return
-        tensors = any(isinstance(v, Tensor) or isinstance(v, tuple) and any(isinstance(b, Tensor) for b in v)
-                      for g in values for v in g)
+        tensors = any(_holds_tensor(v) for g in values for v in g)
         for i, group in enumerate(groups):
             row = self.table.hyper[i]
             for name, value in self._rule.hyper(group).items():
@@ -185,9 +186,7 @@ class RowSet:
         self.other = [r for r in rows if r.backend == "torch"]
         self._build(groups, len(params))
 
-    def _validate(
-        self, optimizer: FusedOptimizer, entries: list[tuple[int, int, Tensor, Tensor | None]]
-    ) -> None:
+    def _validate(self, optimizer: FusedOptimizer, entries: list[tuple[int, int, Tensor, Tensor | None]]) -> None:
         """Refuses what no backend may touch; nothing has been changed yet."""
         for position, g, p, grad in entries:
             if grad is None:
@@ -235,7 +234,6 @@ class RowSet:
             state.ensure_step(row.state, p, group)
         row.fresh = state.ensure_slots(row.state, p, slots) and self._rule.copies_first
         operands: list[Tensor | None] = [p, grad, *(row.state[k] for k in slots)]
-        operands += [None] * (OPERANDS - len(operands))
         tensors = [t for t in operands if t is not None]
         if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
             row.backend, row.reason = "torch", "its state is a tensor subclass"
@@ -247,7 +245,7 @@ class RowSet:
         if order.problem:
             row.backend, row.reason = "torch", order.problem
             return row
-        dtypes = tuple(0 if t is None else dispatch.FLOATS[t.dtype] for t in operands)
+        dtypes = tuple(dispatch.FLOATS[t.dtype] for t in tensors) + (0,) * (OPERANDS - len(tensors))
         key = _layouts(p, grad, row)
         if key is None:
             row.backend, row.reason = "torch", "its storage cannot be read as plain memory"
@@ -295,8 +293,6 @@ class RowSet:
         n = len(self.native)
         self._row_index = [r.position for r in self.native]
         self._subset = self._row_index != list(range(params))
-        if not groups:
-            self._unseen: list[int] = []
         self._row_params = [r.param for r in self.native]
         self._row_states = [r.state for r in self.native]
         self._slot_keys = tuple(dict.fromkeys(k for r in self.native for k in r.slots))
@@ -309,7 +305,8 @@ class RowSet:
             if r.has_step and r.state["step"].dtype == torch.float64:
                 self._flags[i] |= STEP_F64
         plans = [r.plan for r in self.native if r.plan is not None]
-        self.table = Table(plans, len(groups))
+        layouts = {i: plan.layout for i, plan in enumerate(plans) if plan.layout is not None}
+        self.table = Table([p.numel for p in plans], [p.dtypes for p in plans], layouts, len(groups))
         self.table.rows["group"] = [r.group for r in self.native]
         self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)
         self._unused = np.zeros((2 + len(self._keys), n), dtype=bool)
@@ -334,18 +331,26 @@ class RowSet:
 
     def settle(self, skipped: bool) -> None:
         """A first momentum buffer holds a value now, or is taken back when the step was skipped."""
-        if not self._flags.any():
+        if not (self._flags & FRESH).any():
             return
         for i, row in enumerate(self.native):
-            if row.fresh and self._active[i]:
-                if skipped:
-                    for key in row.slots:
-                        row.state.pop(key, None)
-                    self._states = []  # plan again: the slot has to be made anew
-                else:
-                    row.fresh = False
-                    self._flags[i] &= ~FRESH
+            if not row.fresh or not self._active[i]:
+                continue
+            if skipped:
+                for key in row.slots:
+                    row.state.pop(key, None)
+                if not row.state:
+                    self._state.pop(row.param, None)
+                self._states = []  # plan again: the slot has to be made anew
+            else:
+                row.fresh = False
+                self._flags[i] &= ~FRESH
         self._write_flags()
+
+
+def _holds_tensor(value: Any) -> bool:
+    """A tensor hyper-parameter can be rewritten in place, so it is read again every step."""
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(isinstance(v, Tensor) for v in value))
 
 
 def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:
@@ -356,12 +361,13 @@ def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:
 
 
 def _share_elements(a: Tensor, b: Tensor) -> bool:
-    def bytes_of(t: Tensor) -> np.ndarray[Any, Any]:
+    """Whether two tensors whose spans of memory intersect have an element in common."""
+    if a.is_contiguous() and b.is_contiguous():
+        return True
+    addresses = []
+    for t in (a, b):
         at = np.array([t.data_ptr()], dtype=np.int64)
         for n, s in zip(t.shape, t.stride(), strict=True):
             at = (at[:, None] + np.arange(n, dtype=np.int64)[None, :] * (s * t.element_size())).reshape(-1)
-        return at
-
-    if a.is_contiguous() or b.is_contiguous():
-        return True  # their spans intersect, and one of them fills its span
-    return bool(np.intersect1d(bytes_of(a), bytes_of(b)).size)
+        addresses.append(at)
+    return bool(np.intersect1d(addresses[0], addresses[1]).size)

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 from .. import state
 
@@ -62,7 +65,7 @@ class AdamRule:
         slots = self.slots(group)
         state.ensure_step(entry, p, group)
         state.ensure_slots(entry, p, slots)
-        functional = torch.optim.adamw.adamw if self.decoupled(group) else torch.optim.adam.adam
+        functional = adamw if self.decoupled(group) else adam
         functional(
             [p],
             [grad],
@@ -119,7 +122,7 @@ class SGDRule:
     def torch_step(self, p: Tensor, grad: Tensor, entry: dict[str, Any], group: Group) -> None:
         """torch's single-tensor step of one parameter; ``grad`` is unscaled and clipped already."""
         buffers: list[Tensor | None] = [entry.get("momentum_buffer")]
-        torch.optim.sgd.sgd(
+        sgd(
             [p],
             [grad],
             buffers,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .adamw import _OPTIONS_DOC
+from .adamw import OPTIONS_DOC
 from .base import OPTIONS, FusedOptimizer, check_options
 from .rules import SGDRule
 
@@ -16,8 +16,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     __doc__ = f"""torch.optim.SGD with the whole step fused (momentum after Sutskever et al. 2013).
 
     buf <- momentum * buf + (1 - dampening) * g (the first step copies g), theta <- theta - lr * buf. Arguments before
-    ``max_grad_norm`` are torch's, in torch's order.
-    {_OPTIONS_DOC.replace("``step``, ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``", "``momentum_buffer``; none without momentum")}"""
+    ``max_grad_norm`` are torch's, in torch's order. State: ``momentum_buffer``; none without momentum.
+    {OPTIONS_DOC}"""
 
     _rule = SGDRule()
 
@@ -49,7 +49,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             lr,
             momentum,
             dampening,
-            weight_decay,  # type: ignore[arg-type]  # Tensor weight decay: torch 2.7 and newer
+            weight_decay,
             nesterov,
             maximize=maximize,
             foreach=foreach,

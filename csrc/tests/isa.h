@@ -1,0 +1,46 @@
+// Which instruction sets' kernels this build has and this machine can run.
+#pragma once
+
+#include <cstdio>
+#include <vector>
+
+namespace isa {
+
+inline bool runs_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
+#else
+  return false;
+#endif
+}
+
+inline bool runs_avx512() {
+#if defined(__x86_64__)
+  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+  return false;
+#endif
+}
+
+// Names for MO_FUSED_ISA. Says which of the built ones are left out.
+inline std::vector<const char*> names() {
+  std::vector<const char*> there{"base"};
+  const auto add = [&](const char* name, bool runs) {
+    if (runs) {
+      there.push_back(name);
+    } else {
+      std::printf("%s left out: this machine lacks it\n", name);
+    }
+  };
+  (void)add;
+#if defined(MO_HAVE_AVX2)
+  add("avx2", runs_avx2());
+#endif
+#if defined(MO_HAVE_AVX512)
+  add("avx512", runs_avx512());
+#endif
+  return there;
+}
+
+}  // namespace isa
