@@ -18,6 +18,9 @@ enum RowFlag : int32_t {
   kActive = 1,   // has a gradient this step
   kFresh = 2,    // first step of this row: the momentum buffer holds no value yet
   kStepF64 = 4,  // `step` is a float64 scalar, not float32
+  // With clip_in_place, a gradient that several rows share is scaled once, after all of them have read it.
+  kGradShared = 8,
+  kScalesShared = 16,  // the row that does it
 };
 
 // One parameter. state0..2: exp_avg, exp_avg_sq, max_exp_avg_sq (Adam) or momentum_buffer (SGD).

@@ -40,7 +40,10 @@ def _load_native() -> tuple[ModuleType | None, str]:
         return None, f"the native library did not load with torch {torch.__version__} ({error})"
     from .table import check_abi
 
-    check_abi(_native.abi())
+    try:
+        check_abi(_native.abi())
+    except ImportError as error:
+        return None, str(error)
     return _native, ""
 
 

@@ -65,7 +65,7 @@ def reordered_names(saved: list[str], own: list[str]) -> ValueError:
     )
 
 
-def overlapping_parameter() -> RuntimeError:
+def overlapping_tensor() -> RuntimeError:
     # torch's own text for a write to an expanded tensor.
     return RuntimeError(
         "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "

@@ -18,6 +18,16 @@ class GradScaler(torch.amp.GradScaler):
     optimizer, and after an explicit ``unscale_()``, it behaves as torch's.
     """
 
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch.amp.GradScaler.step."""
+        try:
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            # A hook or a closure raised before the step: nothing may stay behind that would gate or scale a later one.
+            for name in ("_found_inf_report", "grad_scale", "found_inf"):
+                optimizer.__dict__.pop(name, None)
+            raise
+
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
         if not isinstance(optimizer, FusedOptimizer):
             return super()._check_inf_per_device(optimizer)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import errors
+from . import dispatch, errors
 
 Group = dict[str, Any]
 
@@ -21,21 +21,22 @@ def step_dtype(group: Group) -> torch.dtype:
 def ensure_step(state: dict[str, Any], param: Tensor, group: Group) -> None:
     """Makes ``state["step"]`` a 0-dim floating tensor on the parameter's device, whatever kind of number it was."""
     value = state.get("step")
+    device = torch.device("cpu") if dispatch.is_meta(param) else param.device  # a meta tensor cannot be counted on
     if (
         type(value) is Tensor
         and value.dim() == 0
         and value.dtype in (torch.float32, torch.float64)
-        and value.device == param.device
+        and value.device == device
     ):
         return
     if value is None:
-        state["step"] = torch.zeros((), dtype=step_dtype(group), device=param.device)
+        state["step"] = torch.zeros((), dtype=step_dtype(group), device=device)
         return
     if isinstance(value, Tensor):
         dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-        state["step"] = value.detach().reshape(()).to(device=param.device, dtype=dtype, copy=True)
+        state["step"] = value.detach().reshape(()).to(device=device, dtype=dtype, copy=True)
     else:
-        state["step"] = torch.tensor(float(value), dtype=step_dtype(group), device=param.device)
+        state["step"] = torch.tensor(float(value), dtype=step_dtype(group), device=device)
 
 
 def ensure_slots(state: dict[str, Any], param: Tensor, keys: Sequence[str]) -> bool:
@@ -112,7 +113,10 @@ class Loader:
                 if isinstance(value, Tensor) and value.shape != param.shape:
                     raise errors.state_mismatch("shape", name, slot, tuple(param.shape), tuple(value.shape))
             self._state[param] = {k: _own_copy(v, param, k) for k, v in entry.items() if v is not None}
-        return {**state_dict, "state": {}}
+        # "clip" is a key of this package's groups: a plain torch checkpoint does not know it and must not lose it.
+        kept = [{"clip": own["clip"]} if "clip" in own else {} for own in self._groups]
+        groups = [{**k, **saved} for k, saved in zip(kept, saved_groups, strict=True)]
+        return {**state_dict, "param_groups": groups, "state": {}}
 
     def put(self, state: dict[Any, Any]) -> None:
         """Fills the optimizer's state with copies of what was taken."""

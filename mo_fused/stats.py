@@ -64,6 +64,14 @@ class StatsBuffer:
     def row_field(self, row: int, field: str) -> float:
         return float(self.rows[row, _ROW_AT[field]])
 
+    def keep_param_norms(self, earlier: StatsBuffer) -> None:
+        """For a skipped step: the update is zero and the parameters are those of ``earlier``, if it measured them."""
+        known = earlier["updated"] != 0.0
+        self["param_norm"] = earlier["param_norm"] if known else float("nan")
+        at = _ROW_AT["param_norm"]
+        self.rows[:, at] = earlier.rows[:, at] if known else float("nan")
+        self["updated"] = 1.0
+
     def set_row(self, row: int, **fields: float) -> None:
         for name, value in fields.items():
             self.rows[row, _ROW_AT[name]] = value
@@ -112,7 +120,8 @@ class StepStats:
         return self._buffer
 
     def _field(self, name: str, known: bool = True) -> Tensor | None:
-        return self._fresh().tensor[_RESULT_AT[name]] if known else None
+        # A copy: the buffer itself is written again four steps later.
+        return self._fresh().tensor[_RESULT_AT[name]].clone() if known else None
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -155,7 +164,7 @@ class StepStats:
 
     @property
     def param_norm(self) -> Tensor | None:
-        """L2 norm of the parameters after the step (float64)."""
+        """L2 norm of the parameters after the step (float64); on a skipped step the last one measured, or NaN."""
         return self._field("param_norm", self._updated)
 
     def per_param(self) -> dict[Any, ParamStats]:

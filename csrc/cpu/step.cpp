@@ -151,8 +151,20 @@ struct Step {
             kernel.sgd(row, chunk, s, stats);
           }
         }
-        if ((scale || control.clip_in_place) && s.scale != 1.0) kernel.scale_grad(row, chunk, s.scale);
+        if (!(row.flags & kGradShared)) scale_grad(row, chunk);
       });
+    }
+  }
+
+  void scale_grad(const Row& row, const Chunk& chunk) const {
+    const double factor = scalars[chunk.row].scale;
+    if ((scale || control.clip_in_place) && factor != 1.0) kernel.scale_grad(row, chunk, factor);
+  }
+
+  void scale_shared() {
+    for (int64_t c = 0; control.clip_in_place && c < t.n_chunks; ++c) {
+      const Row& row = rows[chunks[c].row];
+      if ((row.flags & kActive) && (row.flags & kScalesShared)) scale_grad(row, chunks[c]);
     }
   }
 
@@ -214,6 +226,7 @@ void run_step(const StepTable& table) {
   Team team{step, Barrier(members), Barrier(members)};
   pool.run(members, member_runs, &team);
   if (step.update) {
+    step.scale_shared();
     if (control.grad_stats_in_update) step.reduce_gradients();
     if (control.update_stats) step.reduce_updates();
   }

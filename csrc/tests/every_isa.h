@@ -63,6 +63,8 @@ int run_on_every_isa(const char* name, Suite suite) {
     std::fflush(nullptr);
     const pid_t child = fork();
     if (child == 0) {
+      check::done = 0;
+      check::failures = 0;
       setenv("MO_FUSED_ISA", isa, 1);
       const char* error = nullptr;
       CHECK(std::strcmp(mo::kernels(&error).name, isa) == 0);

@@ -27,6 +27,18 @@ T root(T x) {
   return std::sqrt(x);
 }
 
+// beta parts of `old` and the rest of `now`, from whichever of the two counts for more.
+template <class T>
+T between(T old, T now, T beta, T rest) {
+  const T distance = now - old;
+  if (beta > T(0.5)) {
+    const T move = distance * rest;
+    return old + move;
+  }
+  const T remains = distance * beta;
+  return now - remains;
+}
+
 template <class T>
 struct Adam {
   T coef, beta1, rest1, beta2, rest2, eps, root_correction, step_size, decay, l2;
@@ -50,18 +62,8 @@ struct Adam {
       const T penalty = p * l2;
       g += penalty;
     }
-    const T distance = g - m;
-    if (beta1 > T(0.5)) {
-      const T move = distance * rest1;
-      m += move;
-    } else {
-      const T remains = distance * beta1;
-      m = g - remains;
-    }
-    const T old_part = v * beta2;
-    const T square = g * g;
-    const T new_part = square * rest2;
-    v = old_part + new_part;
+    m = between(m, g, beta1, rest1);
+    if (v != T(INFINITY)) v = between(v, T(g * g), beta2, rest2);  // an average that has overflown stays so
     T second = v;
     if (largest) {
       const bool stays = *largest > v || std::isnan(*largest);

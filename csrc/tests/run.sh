@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds the native code with sanitizers and runs its own tests: every csrc/tests/*_test.cpp is a program that returns
-# non-zero when it fails. All run under the address and undefined-behaviour sanitizers; those with "thread" in their
-# name run a second time under the thread sanitizer, which cannot be combined with the first two.
+# non-zero when it fails; every csrc/tests/*_kernel.cpp is compiled once per instruction set, like those in csrc/cpu. All
+# run under the address and undefined-behaviour sanitizers; those with "thread" in their name run a second time under the
+# thread sanitizer, which cannot be combined with the first two, on the baseline kernels (threads are the same on all).
 #
 #   csrc/tests/run.sh            CXX names the compiler (default: g++), MAX_JOBS the compilers at a time
 set -euo pipefail
@@ -15,6 +16,7 @@ trap 'wait; rm -rf "$out"' EXIT
 # -O1 keeps the build short and stacks readable; with -ftree-vectorize the loops run as vectors, as they are shipped.
 flags=(-O1 -ftree-vectorize -g1 -fno-omit-frame-pointer -Werror -pthread "-I$csrc")
 isas=(base)
+have=() # tells csrc/cpu/select.cpp and the tests which further instruction sets there are
 declare -A isa_flags=([base]="")
 while read -r where name rest; do
     if [[ $where == "*" && $name == common ]]; then
@@ -23,7 +25,7 @@ while read -r where name rest; do
     elif [[ $where == "$(uname -m)" ]]; then
         isas+=("$name")
         isa_flags[$name]=$rest
-        flags+=("-DMO_HAVE_${name^^}=1")
+        have+=("-DMO_HAVE_${name^^}=1")
     fi
 done <"$csrc/flags.txt"
 
@@ -45,14 +47,15 @@ wait_for_all() {
 
 # build_and_run <sanitizers> <test source>...
 build_and_run() {
-    local sanitizers=$1 folder="$out/$1" source name isa program objects=()
+    local sanitizers=$1 folder="$out/$1" source name isa program objects=() these=("${isas[@]}")
     local build=("$cxx" "${flags[@]}" "-fsanitize=$sanitizers" -fno-sanitize-recover=all)
+    if [[ $sanitizers == thread ]]; then these=(base); else build+=("${have[@]}"); fi
     shift
     mkdir -p "$folder"
-    for source in "$csrc"/cpu/*.cpp; do
+    for source in "$csrc"/cpu/*.cpp "$csrc"/tests/*_kernel.cpp; do
         name=$(basename "$source" .cpp)
         if [[ $name == *_kernel ]]; then
-            for isa in "${isas[@]}"; do
+            for isa in "${these[@]}"; do
                 objects+=("$folder/$name.$isa.o")
                 # shellcheck disable=SC2086  # a list of flags
                 in_background "${build[@]}" "-DMO_ISA=$isa" ${isa_flags[$isa]} -c "$source" -o "$folder/$name.$isa.o"

@@ -43,11 +43,11 @@ class Memory {
       : dtype_(dtype),
         count_(count),
         shift_(shift),
-        bytes_(new unsigned char[size_t((count + shift) * storage::size_of(dtype))]) {
-    for (int64_t i = 0; i < count; ++i) set(i, 0.0);
-  }
-  Memory(const Memory& other) : Memory(other.dtype_, other.count_, other.shift_) {
-    std::memcpy(at(0), other.at(0), size_t(count_ * storage::size_of(dtype_)));
+        bytes_(new unsigned char[size_t((count + shift) * storage::size_of(dtype))]()) {}
+  Memory(const Memory& other) {
+    if (!other.there()) return;
+    *this = Memory(other.dtype_, other.count_, other.shift_);
+    if (count_) std::memcpy(at(0), other.at(0), size_t(count_ * storage::size_of(dtype_)));
   }
   Memory(Memory&&) = default;
   Memory& operator=(Memory&&) = default;
@@ -108,6 +108,7 @@ struct TestRow {
   bool has_step = false;
   float step = 0.0f;
   double wide_step = 0.0;  // used when flags has kStepF64
+  int grad_of = -1;        // the row whose gradient memory this one uses instead of its own
   Walk walk;               // no sizes: every operand is dense in the same order
   Memory op[mo::kOperands];
   mo::Layout layout{};
@@ -171,7 +172,7 @@ class TestTable {
       mo::Row& n = native[r];
       n = mo::Row{};
       n.param = row.op[mo::kParam].address();
-      n.grad = row.op[mo::kGrad].address();
+      n.grad = (row.grad_of < 0 ? row : *rows[size_t(row.grad_of)]).op[mo::kGrad].address();
       for (int k = 0; k < 3; ++k) n.state[k] = row.op[mo::kState0 + k].address();
       for (int o = 0; o < mo::kOperands; ++o) n.dtype[o] = uint8_t(row.op[o].dtype());
       if (row.has_step) n.step = row.flags & mo::kStepF64 ? uint64_t(&row.wide_step) : uint64_t(&row.step);

@@ -68,6 +68,7 @@ def run(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: 
     if control["grad_stats_in_update"]:
         _measure(table, rows, grads, out)
     sums = [0.0, 0.0, 0.0]
+    scales: dict[int, tuple[Tensor, float]] = {}  # a gradient that several parameters share is scaled once
     for i, (row, grad) in enumerate(zip(rows, grads, strict=True)):
         if grad is None:
             continue
@@ -77,9 +78,7 @@ def run(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: 
         }
         scale = (out["clip_coef"] if hyper["clip"] else 1.0) / float(control["grad_scale"])
         found = _update(row, grad, hyper, scale, bool(control["update_stats"]))
-        if control["clip_in_place"] and scale != 1.0:
-            compute = torch.float64 if grad.dtype == torch.float64 else torch.float32
-            grad.copy_(reference.narrow(reference.widen(grad, compute) * scale, grad.dtype))
+        scales[id(grad)] = (grad, scale)
         if control["update_stats"]:
             out.set_row(
                 i,
@@ -88,6 +87,10 @@ def run(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: 
                 param_norm=math.sqrt(found[2]),
             )
             sums = [a + b for a, b in zip(sums, found, strict=True)]
+    for grad, scale in scales.values():
+        if control["clip_in_place"] and scale != 1.0:
+            compute = torch.float64 if grad.dtype == torch.float64 else torch.float32
+            grad.copy_(reference.narrow(reference.widen(grad, compute) * scale, grad.dtype))
     if control["update_stats"]:
         out["update_norm"], out["stored_update_norm"], out["param_norm"] = (math.sqrt(s) for s in sums)
         out["updated"] = 1.0

@@ -63,7 +63,9 @@ def update(
             continue
         scale = (out["clip_coef"] if table.hyper["clip"][row.group] else 1.0) / float(control["grad_scale"])
         before = param.detach().clone() if control["update_stats"] else None
-        rule.torch_step(param, grad if scale == 1.0 else grad * scale, state[param], groups[row.group])
+        group = groups[row.group]
+        entry = state[param] if rule.has_step or rule.slots(group) else {}
+        rule.torch_step(param, grad if scale == 1.0 else grad * scale, entry, group)
         if control["clip_in_place"] and scale != 1.0:
             with torch.no_grad():
                 grad.mul_(scale)

@@ -60,7 +60,7 @@ class Explanations(list[Explanation]):
 def check_options(options: dict[str, Any]) -> dict[str, Any]:
     """The options of this package, validated; raises before anything is constructed."""
     norm = options["max_grad_norm"]
-    if norm is not None and (isinstance(norm, bool) or not float(norm) >= 0.0):
+    if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float, Tensor)) or not norm >= 0.0):
         raise errors.bad_option("max_grad_norm", "a number >= 0 or None", norm, "use None to leave gradients unclipped")
     for name in ("skip_nonfinite", "clip_in_place", "stats"):
         if not isinstance(options[name], bool):
@@ -97,6 +97,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.pop(name, None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch.optim.Optimizer.add_param_group; ``"clip": False`` takes it out of clipping."""
+        for name in OPTIONS:
+            if name in param_group:
+                raise errors.bad_option(
+                    f"the group key {name!r}", "absent", param_group[name], f"pass {name}= to the constructor"
+                )
         super().add_param_group(param_group)
         self._drop_options(self.param_groups[-1])
 
@@ -180,7 +186,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 fallback.update(table, other, native, out, self._rule, self.state, self.param_groups)
             self._raise_versions(rows, grads)
         elif stats:
-            out["updated"] = 1.0
+            out.keep_param_norms(rows.ring[rows.turn - 1])
         rows.settle(skipped)
         if report is not None:
             report.fill_(out["found_inf"])

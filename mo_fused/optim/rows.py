@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import dispatch, errors, state
 from ..layout import Plan, walking_order
 from ..stats import RING, StatsBuffer
-from ..table import ACTIVE, FRESH, OPERANDS, RECORD, STEP_F64, Table, scan
+from ..table import ACTIVE, FRESH, GRAD_SHARED, OPERANDS, RECORD, SCALES_SHARED, STEP_F64, Table, scan
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -53,6 +53,7 @@ class RowSet:
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._rule = optimizer._rule
         self._backend = optimizer.defaults.get("backend")
+        self._clip_in_place = bool(optimizer.defaults.get("clip_in_place"))
         self._params: list[Tensor] = []
         self._sizes: list[int] = []
         self._structure: list[Any] = []
@@ -128,7 +129,16 @@ class RowSet:
         return True
 
     def _write_flags(self) -> None:
-        self.table.rows["flags"] = self._flags | np.where(self._active, ACTIVE, 0)
+        flags = self._flags | np.where(self._active, ACTIVE, 0)
+        if self._clip_in_place:
+            # Parameters may be given one and the same gradient tensor; it is scaled once.
+            _, first, at, count = np.unique(
+                self.table.rows["grad"], return_index=True, return_inverse=True, return_counts=True
+            )
+            shared = (count[at] > 1) & self._active
+            flags |= np.where(shared, GRAD_SHARED, 0)
+            flags[first] |= np.where(shared[first], SCALES_SHARED, 0)
+        self.table.rows["flags"] = flags
 
     def _update_hyper(self, groups: list[dict[str, Any]]) -> None:
         values = [self._rule.values(g) for g in groups]
@@ -199,6 +209,8 @@ class RowSet:
                 raise errors.grad_mismatch("shape", name, tuple(p.shape), tuple(grad.shape))
             if grad.device != p.device:
                 raise errors.grad_mismatch("device", name, p.device, grad.device)
+            if self._clip_in_place and type(grad) is Tensor and walking_order([grad], written=(0,)).overlapping:
+                raise errors.overlapping_tensor()
             slots = self._rule.slots(group)
             entry = optimizer.state.get(p) or {}
             for key in slots:
@@ -206,7 +218,7 @@ class RowSet:
                     state.check_slot(entry, p, key, name)
             if type(p) in (Tensor, torch.nn.Parameter) and p.layout is torch.strided:
                 if walking_order([p], written=(0,)).overlapping:
-                    raise errors.overlapping_parameter()
+                    raise errors.overlapping_tensor()
 
     def _still_good(
         self, old: Row, optimizer: FusedOptimizer, g: int, p: Tensor, grad: Tensor | None, structure: Any

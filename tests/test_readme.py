@@ -1,0 +1,149 @@
+"""README.md is true: its commands are the ones that run elsewhere, its code runs, its tables name what there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mo_fused.cli import build_parser
+from mo_fused.optim.base import OPTIONS
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NOT_RUN = "<!-- not run -->"
+RUN = 'pip install ".[train]" && mo-fused train'
+TEST = 'pip install ".[test]" && pytest tests'
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md", "docs/design.md"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of README.md: its language, the line of its first code line, and the code."""
+
+    language: str
+    line: int
+    code: str
+    before: str  # the last line with text before the fence
+    prints: str | None  # the ``text`` block right after it
+
+    def __str__(self) -> str:
+        return f"line_{self.line}"
+
+
+def blocks() -> list[Block]:
+    found: list[Block] = []
+    lines = README.splitlines()
+    at = 0
+    while at < len(lines):
+        if not lines[at].startswith("```"):
+            at += 1
+            continue
+        end = lines.index("```", at + 1)
+        before = next((line for line in reversed(lines[:at]) if line.strip()), "")
+        block = Block(lines[at][3:], at + 2, "\n".join(lines[at + 1 : end]) + "\n", before, None)
+        if block.language == "text" and found and before == "```":
+            last = found.pop()
+            block = Block(last.language, last.line, last.code, last.before, block.code)
+        found.append(block)
+        at = end + 1
+    return found
+
+
+BLOCKS = blocks()
+PYTHON = [b for b in BLOCKS if b.language == "python" and b.before != NOT_RUN]
+SHELL = [line for b in BLOCKS if b.language == "sh" for line in b.code.splitlines()]
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    """A block in another language, or ``text`` that belongs to no code, would be checked by nothing."""
+    assert {b.language for b in BLOCKS} == {"sh", "python"}
+    assert len(PYTHON) >= 3, "one for each of the three doors at least"
+    assert sum(b.prints is not None for b in PYTHON) >= 1
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_code_runs(
+    block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a block may write a run folder
+    for name in ("MO_FUSED_BACKEND", "MO_FUSED_NATIVE"):
+        monkeypatch.delenv(name, raising=False)
+    code = compile("\n" * (block.line - 1) + block.code, str(ROOT / "README.md"), "exec")
+    exec(code, {"__name__": "readme"})
+    printed = capsys.readouterr().out
+    assert printed.strip()
+    if block.prints is not None:
+        assert printed == block.prints
+
+
+def test_names_the_two_commands() -> None:
+    """.ci/run runs the second; the first is the main job."""
+    assert SHELL[:2] == [RUN, TEST]
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^test_command='(.+)'$", script, re.MULTILINE)
+    assert TEST.endswith(f"&& {command}")
+
+
+@pytest.mark.parametrize("line", [line for line in SHELL if "mo-fused" in line])
+def test_shell_lines_are_valid_commands(line: str) -> None:
+    words = shlex.split(line)
+    arguments = words[words.index("mo-fused") + 1 :]
+    if "--help" in arguments:
+        with pytest.raises(SystemExit) as left:
+            build_parser().parse_args(arguments)
+        assert left.value.code == 0
+    else:
+        assert build_parser().parse_args(arguments).program == f"mo-fused {arguments[0]}"
+
+
+def table(heading: str) -> list[list[str]]:
+    """The rows below the head of the first table after a heading, as lists of cells."""
+    rest = README.split(f"\n{heading}\n", 1)[1].splitlines()
+    first = next(i for i, line in enumerate(rest) if line.startswith("|"))
+    rows = []
+    for line in rest[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split(" | ")])
+    return rows
+
+
+def test_options_table_is_complete() -> None:
+    said = {row[0].strip("` "): row[1].strip("` ") for row in table("### Options")}
+    assert said == {name: repr(default).replace("'", '"') for name, default in OPTIONS.items()}
+
+
+def test_environment_table_is_complete() -> None:
+    """Every variable of ours that the sources read, and none that they do not."""
+    first_cells = "\n".join(row[0] for row in table("## Environment variables"))
+    said = set(re.findall(r"`(MO_FUSED_[A-Z]+|MAX_JOBS)`", first_cells))
+    sources = [*(ROOT / "mo_fused").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "setup.py"]
+    read = re.compile(r"(?:environ\.get|getenv)\(\"(MO_FUSED_[A-Z]+|MAX_JOBS)\"")
+    assert said == {name for source in sources for name in read.findall(source.read_text(encoding="utf-8"))}
+
+
+def test_figures_have_their_place() -> None:
+    """Whoever measures replaces what stands between the two marks."""
+    assert README.count("<!-- figures:begin -->") == README.count("<!-- figures:end -->") == 1
+    inside = README.split("<!-- figures:begin -->")[1].split("<!-- figures:end -->")[0]
+    assert inside.strip().startswith("|")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    file = ROOT / name
+    for target in re.findall(r"\]\(([^)#]+)\)", file.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (file.parent / target).is_file(), target
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_named_files_exist(name: str) -> None:
+    """A path in code marks, with a folder of this repository in front, names a file or folder."""
+    file = ROOT / name
+    tops = r"(?:mo_fused|csrc|cpu|rules|tests|docs|\.ci)/[\w./]*\w"
+    for target in re.findall(rf"`({tops})`", file.read_text(encoding="utf-8")):
+        assert (ROOT / target).exists() or (file.parent / target).exists(), target
