@@ -61,8 +61,8 @@ class RowSet:
         self._states: list[Any] = []
         self._cache: dict[int, Row] = {}
         self._unseen: list[int] = []
-        self._hyper_values: list[Any] = []
-        self._hyper_fixed = False
+        self._values: list[Any] = []
+        self._hyper_written = False
         self._written: np.ndarray[Any, Any]
         self.native: list[Row] = []
         self.other: list[Row] = []
@@ -75,7 +75,12 @@ class RowSet:
         groups = optimizer.param_groups
         params = list(chain.from_iterable([g["params"] for g in groups]))
         grads: list[Tensor | None] = [p.grad for p in params]
-        structure = [self._rule.structure(g) for g in groups]
+        values = [self._rule.values(g) for g in groups]
+        if values != self._values:
+            self._values, self._hyper_written = values, False
+            structure = [self._rule.structure(g) for g in groups]
+        else:
+            structure = self._structure
         known = (
             _same(params, self._params)
             and [len(g["params"]) for g in groups] == self._sizes
@@ -90,7 +95,8 @@ class RowSet:
             row_grads = [grads[i] for i in self._row_index] if self._subset else grads
             if not self._update_addresses(row_grads):
                 raise RuntimeError("a tensor of this optimizer changed while the step was being prepared")
-        self._update_hyper(groups)
+        if not self._hyper_written:
+            self._write_hyper(groups)
         return row_grads
 
     def _all_seen(self, grads: list[Tensor | None]) -> bool:
@@ -140,17 +146,14 @@ class RowSet:
             flags[first] |= np.where(shared[first], SCALES_SHARED, 0)
         self.table.rows["flags"] = flags
 
-    def _update_hyper(self, groups: list[dict[str, Any]]) -> None:
-        values = [self._rule.values(g) for g in groups]
-        if self._hyper_fixed and values == self._hyper_values:
-            return
-        tensors = any(_holds_tensor(v) for g in values for v in g)
+    def _write_hyper(self, groups: list[dict[str, Any]]) -> None:
         for i, group in enumerate(groups):
             row = self.table.hyper[i]
             for name, value in self._rule.hyper(group).items():
                 row[name] = value
             row["clip"] = 1.0 if group.get("clip", True) else 0.0
-        self._hyper_values, self._hyper_fixed = values, not tensors
+        # A tensor can be rewritten in place, so it is read again every step.
+        self._hyper_written = not any(_holds_tensor(v) for group in self._values for v in group)
 
     # -- when something changed ---------------------------------------------------------------------------------------
 
@@ -329,7 +332,7 @@ class RowSet:
                 self._unused[k, i] = key not in places
         self._written = np.zeros(0, dtype=np.uint64)
         self._active = np.zeros(n, dtype=bool)
-        self._hyper_fixed = False
+        self._hyper_written = False
         self.eager = any(r.backend == "eager" for r in self.native)
         self.ring = [StatsBuffer(n + len(self.other)) for _ in range(RING)]
         self.turn = 0
@@ -361,8 +364,7 @@ class RowSet:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """A tensor hyper-parameter can be rewritten in place, so it is read again every step."""
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(isinstance(v, Tensor) for v in value))
+    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(_holds_tensor(v) for v in value))
 
 
 def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:

@@ -32,7 +32,7 @@ class AdamRule:
 
     def __init__(self, decoupled: bool) -> None:
         self._decoupled = decoupled
-        self._read = itemgetter("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+        self._read = itemgetter("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "differentiable")
 
     def decoupled(self, group: Group) -> bool:
         # torch before 2.7 has no such key: AdamW there is decoupled, Adam is not.
@@ -45,7 +45,7 @@ class AdamRule:
         return bool(group["amsgrad"]), bool(group.get("differentiable"))
 
     def values(self, group: Group) -> tuple[Any, ...]:
-        return (*self._read(group), group.get("decoupled_weight_decay"), group.get("clip"))
+        return self._read(group), group.get("decoupled_weight_decay"), group.get("clip")
 
     def hyper(self, group: Group) -> dict[str, float]:
         beta1, beta2 = group["betas"]
@@ -98,7 +98,7 @@ class SGDRule:
     all_slots = ("momentum_buffer",)
 
     def __init__(self) -> None:
-        self._read = itemgetter("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        self._read = itemgetter("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "differentiable")
 
     def slots(self, group: Group) -> tuple[str, ...]:
         return self.all_slots if group["momentum"] != 0 else ()
@@ -107,7 +107,7 @@ class SGDRule:
         return bool(group["momentum"] != 0), bool(group.get("differentiable"))
 
     def values(self, group: Group) -> tuple[Any, ...]:
-        return (*self._read(group), group.get("clip"))
+        return self._read(group), group.get("clip")
 
     def hyper(self, group: Group) -> dict[str, float]:
         return {
