@@ -113,3 +113,38 @@ def test_sgd_without_momentum_leaves_no_state_whoever_steps_it() -> None:
     opt = mo_fused.SGD([p], lr=0.1)
     opt.step()
     assert opt.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, mo_fused.GradScaler])
+def test_a_watched_step_is_not_called_on_overflow(scaler_class: type[torch.amp.GradScaler]) -> None:
+    # As Accelerate does it: the schedule advances when the replaced step was called.
+    p = Parameter(torch.zeros(3))
+    opt = mo_fused.SGD([p], lr=1.0, max_grad_norm=10.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.5**epoch)
+    scaler = scaler_class("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    plain, calls = opt.step, []
+
+    def watched(*args: object, **kwargs: object) -> object:
+        calls.append(1)
+        return plain(*args, **kwargs)
+
+    for value in (4.0, math.inf, 4.0):
+        p.grad = torch.full((3,), value * scaler.get_scale() / 4)
+        opt.step = watched
+        scaler.step(opt)
+        opt.step = plain
+        scaler.update()
+        if len(calls):
+            scheduler.step()
+        calls.clear()
+    assert opt.param_groups[0]["lr"] == 0.25, "two steps were taken, one was skipped"
+    torch.testing.assert_close(p.detach(), torch.full((3,), -1.0 - 0.5))
+
+
+def test_a_scheduler_does_not_cost_the_fused_unscaling() -> None:
+    opt = mo_fused.SGD([Parameter(torch.zeros(3))], lr=1.0)
+    assert opt._step_supports_amp_scaling
+    torch.optim.lr_scheduler.StepLR(opt, 1)
+    assert opt._step_supports_amp_scaling
+    assert not mo_fused.SGD([Parameter(torch.zeros(3))], lr=1.0, amp="torch")._step_supports_amp_scaling

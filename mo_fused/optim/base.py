@@ -82,14 +82,29 @@ class FusedOptimizer(torch.optim.Optimizer):
     _rule: Rule
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _step_supports_amp_scaling: bool
 
     def _adopt(self, options: dict[str, Any]) -> None:
         """Called at the end of a constructor: our options go to ``defaults`` alone."""
         self.defaults.update(options)
         for group in self.param_groups:
             self._drop_options(group)
-        self._step_supports_amp_scaling = options["amp"] == "fused"
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks before it leaves unscaling and skipping to the step.
+
+        No when somebody has replaced ``opt.step`` to see whether it is called (Accelerate holds its schedulers back by
+        that): the scaler then unscales by itself and does not call the step on overflow. torch's schedulers replace it
+        too, but mark what they put there.
+        """
+        watched = self.__dict__.get("step")
+        if watched is None or getattr(watched, "__func__", None) is type(self).step:
+            return bool(self.defaults["amp"] == "fused")
+        return bool(self.defaults["amp"] == "fused") and hasattr(watched, "_wrapped_by_lr_sched")
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """torch's constructors set it when ``fused=True``; here ``amp`` decides."""
 
     @staticmethod
     def _drop_options(group: dict[str, Any]) -> None:
@@ -115,7 +130,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, value in self.defaults.items():
                 if name not in OPTIONS:
                     group.setdefault(name, value)
-        self._step_supports_amp_scaling = self.defaults["amp"] == "fused"
         self.__dict__.pop("_row_set", None)
 
     # -- the step -----------------------------------------------------------------------------------------------------

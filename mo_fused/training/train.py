@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ def run(config: TrainConfig) -> RunResult:
     optimizer, step_once = _stepper(config, task)
     folder = RunFolder(config.task, config.run_dir)
     try:
-        folder.write_config({**config.as_dict(), "device": str(device), "run_dir": str(folder.path), **_facts(task)})
+        folder.write_config({**asdict(config), "device": str(device), "run_dir": str(folder.path), **_facts(task)})
         print(f"{config.task}: {task.summary}")
         print(f"{config.optimizer} AdamW on {device}, {config.steps} steps of {task.tokens_per_step} tokens")
         print(f"run folder {folder.path}", flush=True)
@@ -164,7 +164,7 @@ def _loop(
     stop: threading.Event,
 ) -> int:
     """Step until the end, Ctrl-C or a loss that is not finite; returns the number of steps done."""
-    schedule = warmup_cosine(optimizer, config.steps, config.warmup, config.min_lr_ratio)
+    schedule = warmup_cosine(optimizer, config.schedule_steps, config.warmup_steps, config.min_lr_ratio)
     done = 0
     try:
         while done < config.steps and not stop.is_set() and log.diverged_at is None:
