@@ -142,7 +142,7 @@ MO_RULE f32v load(const f16* p) {
 #elif defined(__AVX2__) && defined(__F16C__)
   return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #else
-  f32v r;
+  f32v r = {};
   for (int i = 0; i < Vec<float>::width; ++i) r[i] = widen(p[i]);
   return r;
 #endif
@@ -179,8 +179,8 @@ MO_RULE void load2(const S* p, V& a, V& b) {
 template <Order order, class S, class V>
 MO_RULE void store2(S* p, const V& a, const V& b) {
   if constexpr (order == Order::kEvenOdd) {
-    // Every operand was bf16, so a NaN here is either the hardware's own or one of theirs, quiet and with a lower half of
-    // zeros: rounding cannot carry it over into another value, and the test for it falls away.
+    // Every operand was bf16 and scalars have plain NaNs, so a NaN here is quiet and has a lower half of zeros:
+    // rounding cannot carry it over into another value, and the test for it falls away.
     const u32v pairs = (round_number_bf16(a) >> 16) | (round_number_bf16(b) & 0xffff0000u);
     memcpy(p, &pairs, sizeof pairs);
   } else {

@@ -23,6 +23,13 @@ namespace MO_ISA {
 MO_RULE float square_root(float x) { return __builtin_sqrtf(x); }
 MO_RULE double square_root(double x) { return __builtin_sqrt(x); }
 
+// A scalar in the compute type, rounded once. Every NaN becomes the plain one: bf16 kernels rely on NaNs with a lower half
+// of zeros (cpu/lanes.h, store2).
+template <class T>
+MO_RULE T rounded(double x) {
+  return T(x == x ? x : __builtin_nan(""));
+}
+
 // base^n by squaring, in double: the same multiplications in the same order on every backend (libm's pow differs).
 MO_RULE double integer_power(double base, int64_t n) {
   double result = 1.0;

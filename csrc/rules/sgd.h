@@ -24,11 +24,11 @@ struct SgdScalars {
   T coef, lr, momentum, one_minus_dampening, weight_decay;
   bool nesterov, penalizes;
   explicit SgdScalars(const RowScalars& s)
-      : coef(T(s.coef)),
-        lr(T(s.a[kLr])),
-        momentum(T(s.a[kMomentum])),
-        one_minus_dampening(T(s.a[kOneMinusDampening])),
-        weight_decay(T(s.a[kWeightDecay])),
+      : coef(rounded<T>(s.coef)),
+        lr(rounded<T>(s.a[kLr])),
+        momentum(rounded<T>(s.a[kMomentum])),
+        one_minus_dampening(rounded<T>(s.a[kOneMinusDampening])),
+        weight_decay(rounded<T>(s.a[kWeightDecay])),
         nesterov(s.a[kNesterov] != 0.0),
         penalizes(weight_decay != T(0)) {}
 };
