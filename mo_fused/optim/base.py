@@ -76,6 +76,21 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "max_grad_norm": None if norm is None else float(norm)}
 
 
+def _name(groups: list[dict[str, Any]], group: int, position: int) -> str | None:
+    """The name that the user gave the parameter at this position of the state_dict, if names were given."""
+    names = groups[group].get("param_names")
+    return str(names[position - sum(len(g["params"]) for g in groups[:group])]) if names else None
+
+
+def _stats_rows(groups: list[dict[str, Any]], rows: list[Row]) -> list[tuple[Any, int]]:
+    """(name or position, row in the buffer) of each row of a step, in the order of the state_dict.
+
+    No method: statistics that hold the optimizer which holds them would keep its parameters alive.
+    """
+    order = sorted(range(len(rows)), key=lambda i: rows[i].position)
+    return [(_name(groups, rows[i].group, rows[i].position) or rows[i].position, i) for i in order]
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Mixin over a torch.optim class: the fused step, its options, statistics, and exact loading."""
 
@@ -204,7 +219,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         rows.settle(skipped)
         if report is not None:
             report.fill_(out["found_inf"])
-        self.__dict__["_last_step"] = StepStats(out, partial(self._stats_rows, [*rows.native, *other]))
+        self.__dict__["_last_step"] = StepStats(out, partial(_stats_rows, self.param_groups, [*rows.native, *other]))
 
     def _raise_versions(self, rows: RowSet, grads: list[Tensor | None]) -> None:
         """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
@@ -222,17 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.__dict__.get("_last_step")
 
     def _name(self, group: int, position: int) -> str:
-        names = self.param_groups[group].get("param_names")
-        if names:
-            first = sum(len(g["params"]) for g in self.param_groups[:group])
-            return str(names[position - first])
-        return f"parameter {position} (group {group})"
-
-    def _stats_rows(self, rows: list[Row]) -> list[tuple[Any, int]]:
-        """(name or position, row in the buffer) of each row of that step, in the order of the state_dict."""
-        named = bool(self.param_groups) and "param_names" in self.param_groups[0]
-        order = sorted(range(len(rows)), key=lambda i: rows[i].position)
-        return [(self._name(rows[i].group, rows[i].position) if named else rows[i].position, i) for i in order]
+        return _name(self.param_groups, group, position) or f"parameter {position} (group {group})"
 
     def explain(self) -> Explanations:
         """Which backend steps each parameter, and why. Parameters without a gradient say what they would get."""
@@ -249,8 +254,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     grad = p.grad if p.grad is not None else p
                     backend, reason = rows._choose(group, p, grad)
                     reason = f"{reason} (no step yet)"
-                named = group.get("param_names")
-                name = self._name(g, position) if named else str(position)
+                name = _name(self.param_groups, g, position) or str(position)
                 out.append(Explanation(name, g, tuple(p.shape), p.dtype, backend, reason))
                 position += 1
         return out

@@ -76,11 +76,8 @@ class RowSet:
         params = list(chain.from_iterable([g["params"] for g in groups]))
         grads: list[Tensor | None] = [p.grad for p in params]
         values = [self._rule.values(g) for g in groups]
-        if values != self._values:
-            self._values, self._hyper_written = values, False
-            structure = [self._rule.structure(g) for g in groups]
-        else:
-            structure = self._structure
+        changed = values != self._values
+        structure = [self._rule.structure(g) for g in groups] if changed else self._structure
         known = (
             _same(params, self._params)
             and [len(g["params"]) for g in groups] == self._sizes
@@ -95,8 +92,8 @@ class RowSet:
             row_grads = [grads[i] for i in self._row_index] if self._subset else grads
             if not self._update_addresses(row_grads):
                 raise RuntimeError("a tensor of this optimizer changed while the step was being prepared")
-        if not self._hyper_written:
-            self._write_hyper(groups)
+        if changed or not self._hyper_written:
+            self._write_hyper(groups, values)
         return row_grads
 
     def _all_seen(self, grads: list[Tensor | None]) -> bool:
@@ -146,14 +143,15 @@ class RowSet:
             flags[first] |= np.where(shared[first], SCALES_SHARED, 0)
         self.table.rows["flags"] = flags
 
-    def _write_hyper(self, groups: list[dict[str, Any]]) -> None:
+    def _write_hyper(self, groups: list[dict[str, Any]], values: list[Any]) -> None:
         for i, group in enumerate(groups):
             row = self.table.hyper[i]
             for name, value in self._rule.hyper(group).items():
                 row[name] = value
             row["clip"] = 1.0 if group.get("clip", True) else 0.0
         # A tensor can be rewritten in place, so it is read again every step.
-        self._hyper_written = not any(_holds_tensor(v) for group in self._values for v in group)
+        self._hyper_written = not any(_holds_tensor(v) for group in values for v in group)
+        self._values = values
 
     # -- when something changed ---------------------------------------------------------------------------------------
 
@@ -172,6 +170,8 @@ class RowSet:
         rows: list[Row] = []
         unseen: list[int] = []
         for position, g, p, grad in entries:
+            if id(p) in cache:  # listed twice in one group: torch warns at construction, and one step is one update
+                continue
             old = self._cache.get(id(p))
             if old is not None and old.param is not p:
                 old = None
@@ -184,10 +184,6 @@ class RowSet:
             else:
                 row = self._row(optimizer, position, g, p, grad)
                 row.structure = structure[g]
-            if id(p) in cache:  # listed twice in one group: torch warns at construction and steps it twice
-                row = Row(position, g, p, row.state, row.slots, row.has_step)
-                for twin in (row, cache[id(p)]):
-                    twin.backend, twin.reason, twin.plan = "torch", "the parameter is listed more than once", None
             cache[id(p)] = row
             rows.append(row)
         self._cache = cache

@@ -1,0 +1,29 @@
+"""What a child process runs: in a module of its own, because a spawned interpreter has to import it by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from cases import ADAMW, assert_backend, drive, gradients, parameters, weights
+from torch.nn import Parameter
+
+# Work for three threads (one is woken for every 131072 elements or so), in tensors small enough that torch's own copies
+# and comparisons stay on one thread: its thread pool does not survive a fork, ours must.
+SHAPES = [*[(30_000,)] * 9, (7,), (120, 200)]
+
+
+def trained(steps: int) -> tuple[Any, list[Parameter]]:
+    """An optimizer and its parameters after this many steps; the same numbers in every process."""
+    params = parameters(weights(SHAPES))
+    opt = ADAMW.ours(params, backend="cpu", max_grad_norm=1.0)
+    drive(opt, params, gradients(SHAPES, steps))
+    assert_backend(opt, "cpu")
+    return opt, params
+
+
+def put_trained(queue: Any) -> None:
+    """Trains five steps on three threads and reports the parameters as bytes."""
+    torch.set_num_threads(3)
+    _, params = trained(5)
+    queue.put(b"".join(p.detach().numpy().tobytes() for p in params))

@@ -1,0 +1,103 @@
+"""Session rules: tests run on an installed package with its native part, repeatably, and never skip in silence."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+ROOT = Path(__file__).resolve().parent.parent
+SKIP_REASONS = Path(__file__).with_name("skip_reasons.txt")
+
+settings.register_profile("mo_fused", derandomize=True, deadline=None)
+settings.load_profile("mo_fused")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(2)
+    drop_checkout_from_path()
+    try:
+        importlib.import_module("mo_fused._native")
+    except ImportError as error:
+        spec = importlib.util.find_spec("mo_fused")
+        found = f"found {spec.origin}, which has none ({error})" if spec else "found no mo_fused at all"
+        raise pytest.UsageError(
+            f"the tests need mo_fused with its native part: {found}. "
+            f'Install it with MO_FUSED_NATIVE=1 pip install ".[test]" in {ROOT}, or with -e for development.'
+        ) from error
+
+
+def drop_checkout_from_path() -> None:
+    """``python -m pytest`` puts the checkout on sys.path, where its mo_fused/ would hide the installed one."""
+    before = list(sys.path)
+    sys.path[:] = [entry for entry in before if Path(entry or ".").resolve() != ROOT]
+    if "mo_fused" not in sys.modules and importlib.util.find_spec("mo_fused") is None:
+        sys.path[:] = before  # nothing is installed: the checkout is what there is
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs Python elsewhere (in the checkout ``-c`` and ``-m`` import its mo_fused/), with the mo_fused tested here."""
+    spec = importlib.util.find_spec("mo_fused")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    path = [str(Path(place).parent) for place in places] + os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    same = {"PYTHONPATH": os.pathsep.join(entry for entry in path if entry)}
+
+    def run(*args: str, env: Mapping[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *args],
+            cwd=tmp_path,
+            env={**os.environ, **same, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return run
+
+
+def allowed_reasons(lines: Iterable[str]) -> list[str]:
+    stripped = (line.strip() for line in lines)
+    return [line for line in stripped if line and not line.startswith("#")]
+
+
+def is_allowed(reason: str, allowed: Iterable[str]) -> bool:
+    return any(reason.startswith(a[:-1]) if a.endswith("*") else reason == a for a in allowed)
+
+
+def fail_unlisted_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Turns a skip for a reason that is not listed, and every expected failure, into a failure."""
+    wasxfail = getattr(report, "wasxfail", None)
+    if wasxfail is not None:
+        del report.wasxfail  # else the report still counts as an expected failure
+        report.outcome = "failed"
+        report.longrepr = f"expected failures are not allowed here: mend the code or the test ({wasxfail})"
+    elif report.outcome == "skipped":
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        if not is_allowed(reason, allowed_reasons(SKIP_REASONS.read_text(encoding="utf-8").splitlines())):
+            report.outcome = "failed"
+            report.longrepr = f"skipped for a reason that {SKIP_REASONS.name} does not list: {reason}"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    fail_unlisted_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    fail_unlisted_skip(report)
+    return report
