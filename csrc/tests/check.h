@@ -1,4 +1,4 @@
-// What the native tests need instead of a framework: a check that counts and prints, and a last line for the exit status.
+// What the native tests need instead of a framework: a check that counts and prints, and an exit status at the end.
 #pragma once
 
 #include <atomic>

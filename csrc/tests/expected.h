@@ -196,8 +196,9 @@ inline void check_step(const char* what, const TestTable& before, const TestTabl
     CHECK_SAYS(got.steps() == row.steps(), "%s row %zu: step %g, not %g", what, r, got.steps(), row.steps());
     for (int o = 0; o < mo::kOperands; ++o) {
       for (int64_t i = 0; i < row.op[o].count(); ++i) {
-        CHECK_SAYS(got.op[o].bits(i) == row.op[o].bits(i), "%s row %zu (%" PRId64 " elements) operand %d element %" PRId64
-                   ": %a, not %a", what, r, row.numel, o, i, got.op[o].get(i), row.op[o].get(i));
+        CHECK_SAYS(got.op[o].bits(i) == row.op[o].bits(i),
+                   "%s row %zu (%" PRId64 " elements) operand %d element %" PRId64 ": %a, not %a", what, r, row.numel,
+                   o, i, got.op[o].get(i), row.op[o].get(i));
       }
     }
   }

@@ -62,15 +62,17 @@ std::vector<float> rounding_cases(const Format& f) {
   for (int bits = 0; bits < infinity; ++bits) {
     const double low = storage::decode(uint16_t(bits), f);
     // Beyond the largest number the grid goes on as if there were one more exponent.
-    const double high = bits + 1 < infinity ? storage::decode(uint16_t(bits + 1), f) : std::ldexp(1.0, f.max_exponent + 1);
+    const double beyond = std::ldexp(1.0, f.max_exponent + 1);
+    const double high = bits + 1 < infinity ? storage::decode(uint16_t(bits + 1), f) : beyond;
     around(float(low));
     if (float((low + high) / 2) < INFINITY) around(float((low + high) / 2));
     around(float(low + (high - low) / 4));
     around(float(low + (high - low) * 3 / 4));
   }
   for (uint64_t u = 0; u < (uint64_t(1) << 32); u += 4093) cases.push_back(bits_as<float>(uint32_t(u)));
-  for (uint32_t u : {0x7f800000u, 0xff800000u, 0x7f800001u, 0xff800001u, 0x7fbfffffu, 0x7fc00000u, 0x7fffffffu, 0xffffffffu,
-                     0x7f7fffffu, 0xff7fffffu, 0x00000001u, 0x80000001u, 0x007fffffu, 0x00800000u, 0x33000000u, 0x33000001u}) {
+  for (uint32_t u : {0x7f800000u, 0xff800000u, 0x7f800001u, 0xff800001u, 0x7fbfffffu, 0x7fc00000u, 0x7fffffffu,
+                     0xffffffffu, 0x7f7fffffu, 0xff7fffffu, 0x00000001u, 0x80000001u, 0x007fffffu, 0x00800000u,
+                     0x33000000u, 0x33000001u}) {
     cases.push_back(bits_as<float>(u));
   }
   while (cases.size() % 64) cases.push_back(0.0f);  // whole vectors of every width
@@ -133,8 +135,9 @@ void test_narrow(const Table& t, int format, const std::vector<float>& cases, co
   t.stored[format](cases.data(), kept.data(), n);
   for (size_t i = 0; i < cases.size(); ++i) {
     const double value = storage::decode(want[i], f);
-    const bool same = value != value ? kept[i] != kept[i] : bits_as<uint64_t>(double(kept[i])) == bits_as<uint64_t>(value);
-    CHECK_SAYS(same, "%s %s stored_value: %a gave %a, not %a", t.name, kNames[format], double(cases[i]), double(kept[i]), value);
+    const double x = double(kept[i]);
+    const bool same = value != value ? x != x : bits_as<uint64_t>(x) == bits_as<uint64_t>(value);
+    CHECK_SAYS(same, "%s %s stored_value: %a gave %a, not %a", t.name, kNames[format], double(cases[i]), x, value);
   }
 }
 
@@ -160,7 +163,8 @@ void test_spans(const Table& t, int format) {
 void test_roots(const Table& t) {
   // Squares (exact), their neighbours, denormals and patterns over the whole range; IEEE says which bits come out.
   std::vector<float> narrow{0.0f, -0.0f, INFINITY, NAN, -1.0f, -INFINITY, 1e-45f, 1.17549421e-38f, 3.40282347e38f};
-  std::vector<double> wide{0.0, -0.0, INFINITY, NAN, -1.0, -INFINITY, 5e-324, 2.2250738585072009e-308, 1.7976931348623157e308};
+  std::vector<double> wide{0.0, -0.0, INFINITY, NAN, -1.0, -INFINITY, 5e-324, 2.2250738585072009e-308,
+                           1.7976931348623157e308};
   for (uint64_t u = 1; u < 0x7f800000u; u += 20011) narrow.push_back(bits_as<float>(uint32_t(u)));
   for (int k = 1; k < 4096; ++k) narrow.push_back(float(k * k));
   for (uint64_t k = 0; k < 100000; ++k) wide.push_back(bits_as<double>(k * 92233720368547ull + k * k));
@@ -178,8 +182,9 @@ void test_roots(const Table& t) {
   t.root_f64(wide.data(), wide_roots.data(), int64_t(wide.size()));
   for (size_t i = 0; i < wide.size(); ++i) {
     const double want = std::sqrt(wide[i]);
-    CHECK_SAYS(want != want ? wide_roots[i] != wide_roots[i] : bits_as<uint64_t>(wide_roots[i]) == bits_as<uint64_t>(want),
-               "%s root of %a: %a, not %a", t.name, wide[i], wide_roots[i], want);
+    const double root = wide_roots[i];
+    CHECK_SAYS(want != want ? root != root : bits_as<uint64_t>(root) == bits_as<uint64_t>(want),
+               "%s root of %a: %a, not %a", t.name, wide[i], root, want);
   }
 }
 

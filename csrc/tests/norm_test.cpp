@@ -53,10 +53,11 @@ void measure(Digests& digests, const std::string& what, TestTable& table) {
     relative = std::max(relative, t);
     CHECK_SAYS(close(s.grad_norm, sqrtl(truth.sumsq) / scale, t), "%s row %zu: norm %.17g, not %.17g", what.c_str(), r,
                s.grad_norm, double(sqrtl(truth.sumsq) / scale));
-    CHECK_SAYS(close(s.grad_amax, (long double)truth.amax / scale, 1e-15), "%s row %zu: amax %g, not %g", what.c_str(), r,
-               s.grad_amax, truth.amax);
+    CHECK_SAYS(close(s.grad_amax, (long double)truth.amax / scale, 1e-15), "%s row %zu: amax %g, not %g", what.c_str(),
+               r, s.grad_amax, truth.amax / scale);
     CHECK_SAYS(s.nonfinite == double(truth.nonfinite), "%s row %zu: %g non-finite", what.c_str(), r, s.nonfinite);
-    CHECK_SAYS(s.zeros == double(truth.zeros), "%s row %zu: %g zeros, not %g", what.c_str(), r, s.zeros, double(truth.zeros));
+    CHECK_SAYS(s.zeros == double(truth.zeros), "%s row %zu: %g zeros, not %g", what.c_str(), r, s.zeros,
+               double(truth.zeros));
     CHECK(s.active == 1.0);
     if (before.hyper[size_t(row.group)].clip != 0.0) total.sumsq += truth.sumsq;
     if (!(truth.amax <= total.amax)) total.amax = std::isnan(total.amax) ? total.amax : truth.amax;
@@ -145,7 +146,8 @@ void zeros_and_nonfinite(Digests& digests) {
         fill_gradient(row, 2, 1.0);
         row.op[mo::kGrad].set(place, kind == 0 ? infinity : kind == 1 ? -infinity : NAN);
         if (kind == 3) row.op[mo::kGrad].set((place + 5000) % 20000, infinity);
-        measure(digests, "non-finite " + std::to_string(dtype) + std::to_string(kind) + " at " + std::to_string(place), table);
+        measure(digests, "non-finite " + std::to_string(dtype) + std::to_string(kind) + " at " + std::to_string(place),
+                table);
       }
     }
   }
@@ -177,7 +179,9 @@ TestTable stepping(uint64_t seed) {
     if (k == 5) row.flags &= ~mo::kActive;
     row.step = float(k);
     for (int o = 0; o <= mo::kState1; ++o) {
-      for (int64_t i = 0; i < row.numel; ++i) row.op[o].set(i, std::fabs(random.value()) * (o == mo::kGrad && i % 2 ? -1 : 1));
+      for (int64_t i = 0; i < row.numel; ++i) {
+        row.op[o].set(i, std::fabs(random.value()) * (o == mo::kGrad && i % 2 ? -1 : 1));
+      }
     }
   }
   return table;
@@ -246,10 +250,11 @@ void skip(Digests& digests) {
   CHECK(!same_memory(before, goes_on) && goes_on.result.skipped == 0.0);
 }
 
-// A non-finite gradient that nobody wants skipped reaches every clipped parameter through the coefficient, whatever bits
-// its NaN has: rounding to half precision must not make a number of it.
+// A non-finite gradient that nobody wants skipped reaches every clipped parameter through the coefficient, whatever
+// bits its NaN has: rounding to half precision must not make a number of it.
 void nan_spreads(Digests& digests) {
-  const uint32_t patterns[] = {0x7fc00000u, 0xffc00000u, 0x7fffffffu, 0xffffffffu, 0x7fc0ffffu, 0x7f800001u, 0xff80ffffu};
+  const uint32_t patterns[] = {0x7fc00000u, 0xffc00000u, 0x7fffffffu, 0xffffffffu,
+                               0x7fc0ffffu, 0x7f800001u, 0xff80ffffu};
   for (uint32_t bits : patterns) {
     for (int dtype = 0; dtype < mo::kDTypes; ++dtype) {
       TestTable table(mo::kAdam);
@@ -277,7 +282,8 @@ void nan_spreads(Digests& digests) {
         lost.run();
         numbers = 0;
         for (int64_t i = 0; i < 100; ++i) numbers += !std::isnan(row.get(mo::kParam, i));
-        CHECK_SAYS(numbers == 0, "lr 0x%08x, rule %d, dtype %d: %d parameters are numbers", bits, rule, dtype, int(numbers));
+        CHECK_SAYS(numbers == 0, "lr 0x%08x, rule %d, dtype %d: %d parameters are numbers", bits, rule, dtype,
+                   int(numbers));
       }
     }
   }
@@ -404,7 +410,9 @@ void sums_in_update(Digests& digests) {
 void threads(Digests& digests) {
   for (int dtype = 0; dtype < mo::kDTypes; ++dtype) {
     TestTable table = gradients_only();
-    for (int k = 0; k < 12; ++k) fill_gradient(table.add(40000 + 7 * k, {kNone, dtype}), uint64_t(k), k == 3 ? 1e3 : 1.0);
+    for (int k = 0; k < 12; ++k) {
+      fill_gradient(table.add(40000 + 7 * k, {kNone, dtype}), uint64_t(k), k == 3 ? 1e3 : 1.0);
+    }
     TestTable again(table);
     measure(digests, "threads " + std::to_string(dtype), table);
     for (int count = 2; count <= 4; ++count) {

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds the native code with sanitizers and runs its own tests: every csrc/tests/*_test.cpp is a program that returns
-# non-zero when it fails; every csrc/tests/*_kernel.cpp is compiled once per instruction set, like those in csrc/cpu. All
-# run under the address and undefined-behaviour sanitizers; those with "thread" in their name run a second time under the
-# thread sanitizer, which cannot be combined with the first two, on the baseline kernels (threads are the same on all).
+# non-zero when it fails; every csrc/tests/*_kernel.cpp is compiled once per instruction set, like those in csrc/cpu.
+# All run under the address and undefined-behaviour sanitizers; those with "thread" in their name run a second time
+# under the thread sanitizer, which cannot be combined with the first two, on the baseline kernels (threads are the
+# same on all).
 #
 #   csrc/tests/run.sh            CXX names the compiler (default: g++), MAX_JOBS the compilers at a time
 set -euo pipefail

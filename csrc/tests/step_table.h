@@ -219,12 +219,13 @@ class TestTable {
       }
       d.add(row->steps());
     }
-    for (double x : {result.grad_norm, result.clip_coef, result.skipped, result.nonfinite, result.zeros, result.grad_amax,
-                     result.update_norm, result.stored_norm, result.param_norm, result.found_inf}) {
+    for (double x : {result.grad_norm, result.clip_coef, result.skipped, result.nonfinite, result.zeros,
+                     result.grad_amax, result.update_norm, result.stored_norm, result.param_norm, result.found_inf}) {
       d.add(x);
     }
     for (const mo::RowStats& s : row_stats) {
-      for (double x : {s.grad_norm, s.grad_amax, s.nonfinite, s.zeros, s.update_norm, s.stored_norm, s.param_norm, s.active}) {
+      for (double x : {s.grad_norm, s.grad_amax, s.nonfinite, s.zeros, s.update_norm, s.stored_norm, s.param_norm,
+                       s.active}) {
         d.add(x);
       }
     }

@@ -1,5 +1,5 @@
 // One step of Adam, AdamW and SGD on tables built by hand, on every instruction set, against the scalar loops of
-// expected.h: parameters and state bit for bit, statistics to 1e-12. tests/norm_test.cpp has the norms, the gates and skips.
+// expected.h: parameters and state bit for bit, statistics to 1e-12. norm_test.cpp has the norms, the gates and skips.
 #include <algorithm>
 #include <string>
 
@@ -106,8 +106,8 @@ void adam_dtypes(Digests& digests) {
   }
 }
 
-// What selects the branches of the rule: decay inside, outside and absent, an interpolation from the old end, from the new
-// end and exactly between, maximize, and hyper-parameters of zero.
+// What selects the branches of the rule: decay inside, outside and absent, an interpolation from the old end, from the
+// new end and exactly between, maximize, and hyper-parameters of zero.
 void adam_options(Digests& digests) {
   for (int option = 0; option < 9; ++option) {
     for (int dtype : {mo::kF32, mo::kBF16, mo::kF64}) {
@@ -131,6 +131,27 @@ void adam_options(Digests& digests) {
           CHECK(table.rows[r]->op[mo::kParam].bits(i) == before.rows[r]->op[mo::kParam].bits(i));
         }
       }
+    }
+  }
+}
+
+// The vectors of a row's last elements are filled up. With eps = 0 the filling computes 0 / 0, which must not get into
+// the sums: every length up to two rounds of their sixteen lanes.
+void padding_takes_no_part(Digests& digests) {
+  for (int dtype = 0; dtype < mo::kDTypes; ++dtype) {
+    for (int mixed = 0; mixed < 2; ++mixed) {
+      TestTable table(mo::kAdam);
+      table.hyper[0] = adamw_hyper();
+      table.hyper[0].eps = 0.0;
+      table.control.update_stats = 1;
+      for (int64_t n = 1; n <= 33; ++n) {
+        TestRow& row = table.add(n, {dtype, mixed ? (dtype + 1) % mo::kDTypes : dtype, dtype, dtype});
+        for (int o = 0; o <= mo::kState1; ++o) {
+          for (int64_t i = 0; i < n; ++i) row.op[o].set(i, 0.25 + double(i) / 64);
+        }
+      }
+      take(digests, "padding, dtype " + std::to_string(dtype) + " mixed " + std::to_string(mixed), table);
+      CHECK(std::isfinite(table.result.update_norm) && table.result.update_norm > 0.0);
     }
   }
 }
@@ -243,23 +264,25 @@ void layouts(Digests& digests) {
         table.hyper[0] = rule == mo::kAdam ? adamw_hyper() : sgd_hyper();
         table.hyper[0].amsgrad = s[0] == mo::kF32;
         table.control.update_stats = s[0] != mo::kBF16;
-        table.add(5, rule == mo::kAdam ? std::vector<int>{s[0], s[1], s[2], s[3], s[2]} : std::vector<int>{s[0], s[1], s[2]});
+        table.add(5, rule == mo::kAdam ? std::vector<int>{s[0], s[1], s[2], s[3], s[2]}
+                                       : std::vector<int>{s[0], s[1], s[2]});
         if (rule == mo::kAdam) {
           table.add(walks[w], {s[0], s[1], s[2], s[3], table.hyper[0].amsgrad != 0.0 ? s[2] : kNone}, 1);
         } else {
           table.add(walks[w], {s[0], s[1], s[2]}, 1);
         }
         fill(table, w + 40);
-        take(digests, "layout " + std::to_string(w) + " dtype " + std::to_string(s[0]) + std::to_string(s[1]) + " rule " +
-                          std::to_string(rule), table);
+        take(digests, "layout " + std::to_string(w) + " dtype " + std::to_string(s[0]) + std::to_string(s[1]) +
+                          " rule " + std::to_string(rule), table);
       }
     }
   }
 }
 
-// Infinities, NaNs, denormals and extremes in every operand, with nobody asking to skip: the rule runs on them all the same.
+// Infinities, NaNs, denormals and extremes in every operand, with nobody asking to skip: the rule runs all the same.
 void special_values(Digests& digests) {
-  const double special[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, 1e-45, -1e-40, 5e-324, 6e-8, 65504.0, 65520.0, 3e38, -1e300, 1.0};
+  const double special[] = {0.0,    -0.0, INFINITY, -INFINITY, NAN,  1e-45,  -1e-40,
+                            5e-324, 6e-8, 65504.0,  65520.0,   3e38, -1e300, 1.0};
   for (int rule : {mo::kAdam, mo::kSGD}) {
     for (int dtype = 0; dtype < mo::kDTypes; ++dtype) {
       for (int stats = 0; stats < 2; ++stats) {
@@ -340,6 +363,7 @@ int main() {
     adam_sizes(digests);
     adam_dtypes(digests);
     adam_options(digests);
+    padding_takes_no_part(digests);
     adam_textbook(digests);
     sgd_dtypes(digests);
     sgd_options(digests);

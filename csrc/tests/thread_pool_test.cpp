@@ -23,10 +23,12 @@ struct Counts {
   int calls[kMost] = {};  // each written by one member, read by the caller when run() has returned
   int wrong_team = 0;     // written by member 0
   int team = 0;
+  int pause_us = 0;  // how long a member takes
 };
 
 void count(void* context, int member, int team) {
   Counts& c = *static_cast<Counts*>(context);
+  if (c.pause_us) std::this_thread::sleep_for(std::chrono::microseconds(c.pause_us));
   ++c.calls[member];
   if (member == 0 && team != c.team) ++c.wrong_team;
 }
@@ -59,8 +61,8 @@ struct Meeting {
   int misses[kMost] = {};
 };
 
-// Each writes its place, all meet, each reads all places, all meet again. A barrier that lets one through early is seen as
-// a wrong value, and by the thread sanitizer as a race.
+// Each writes its place, all meet, each reads all places, all meet again. A barrier that lets one through early is seen
+// as a wrong value, and by the thread sanitizer as a race.
 void meet(void* context, int member, int team) {
   Meeting& m = *static_cast<Meeting*>(context);
   for (int round = 1; round <= kRounds; ++round) {
@@ -83,13 +85,14 @@ void barriers_order_memory() {
   }
 }
 
-// Two threads that both step: teams of different sizes at the same time, each with its own context.
+// Threads that step at the same time, with teams of different sizes that take long enough to meet: each gets its own.
 void two_callers() {
   const auto caller = [](int seed) {
     ThreadPool& pool = ThreadPool::instance();
-    for (int round = 0; round < 400; ++round) {
+    for (int round = 0; round < 200; ++round) {
       Counts c;
       c.team = pool.reserve(1 + (round * seed) % kMost);
+      c.pause_us = 30;
       pool.run(c.team, count, &c);
       for (int m = 0; m < kMost; ++m) CHECK(c.calls[m] == (m < c.team ? 1 : 0));
     }
