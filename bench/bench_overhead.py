@@ -58,10 +58,10 @@ def parts(groups: int, max_grad_norm: float | None, settings: Settings) -> list[
     return [
         Contender(STEP, optimizer.step),
         Contender(REFRESH, lambda: rows.refresh(optimizer)),
-        Contender(SCAN, lambda: rows._update_addresses(grads)),
+        Contender(SCAN, lambda: rows._update_addresses()),
         Contender(HYPER, lambda: [read(g) for g in optimizer.param_groups] != rows._values),
         Contender(NATIVE, lambda: cpu.run(rows.table)),  # the phases of the step before
-        Contender(VERSIONS, lambda: torch.autograd.graph.increment_version(rows.active_params())),
+        Contender(VERSIONS, lambda: torch.autograd.graph.increment_version(rows.active_params(grads))),
     ]
 
 

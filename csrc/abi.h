@@ -36,7 +36,8 @@ struct Row {
   int32_t flags;     // RowFlag bits
   int64_t first_chunk;
   int64_t chunks;
-  uint64_t reserved[4];
+  int64_t scalars;  // written by the finish: which RowScalars it uses
+  uint64_t reserved[3];
 };
 static_assert(sizeof(Row) == 128, "Row is mirrored by mo_fused/table.py");
 

@@ -36,6 +36,11 @@ void cpu_step(uint64_t table) {
   mo::run_step(*reinterpret_cast<const mo::StepTable*>(table));
 }
 
+int64_t checked(int64_t others) {
+  if (others < 0) throw py::error_already_set();
+  return others;
+}
+
 py::tuple cpu_isa() {
   const char* error = nullptr;
   const char* name = mo::kernels(&error).name;
@@ -51,12 +56,23 @@ PYBIND11_MODULE(_native, m) {
   m.def("cpu_step", &cpu_step, py::arg("table"), "Runs the phases that the StepTable at this address asks for.");
   m.def(
       "scan",
-      [](py::handle api, py::handle items, py::object key, uint64_t out) {
-        const int64_t others = mo::scan(api.ptr(), items.ptr(), key.is_none() ? nullptr : key.ptr(),
-                                        reinterpret_cast<mo::TensorRecord*>(out));
-        if (others < 0) throw py::error_already_set();
-        return others;
+      [](const py::tuple& api, const py::list& items, uint64_t out) {
+        return checked(mo::scan(api.ptr(), items.ptr(), reinterpret_cast<mo::TensorRecord*>(out)));
       },
-      py::arg("api"), py::arg("items"), py::arg("key"), py::arg("out"),
-      "Writes a TensorRecord for each tensor of the list (or for item[key] of each dict); returns how many are not plain.");
+      py::arg("api"), py::arg("items"), py::arg("out"),
+      "Writes a TensorRecord for each tensor of the list; returns how many are neither None nor plain.");
+  m.def(
+      "refresh_rows",
+      [](const py::tuple& api, const py::list& params, const py::list& states, const py::tuple& keys, bool has_step,
+         const py::list& grads, uint64_t seen, uint64_t flags, uint64_t rows) {
+        return checked(mo::refresh_rows(api.ptr(), params.ptr(), states.ptr(), keys.ptr(), has_step, grads.ptr(),
+                                        reinterpret_cast<const uint64_t*>(seen),
+                                        reinterpret_cast<const int32_t*>(flags), reinterpret_cast<mo::Row*>(rows)));
+      },
+      py::arg("api"), py::arg("params"), py::arg("states"), py::arg("keys"), py::arg("has_step"), py::arg("grads"),
+      py::arg("seen"), py::arg("flags"), py::arg("rows"),
+      "Writes the present addresses of all rows; sums of 1: more than addresses changed, 2: a gradient is not contiguous, 4: one is missing.");
+  m.def(
+      "same_items", [](const py::list& a, const py::list& b) { return mo::same_items(a.ptr(), b.ptr()); }, py::arg("a"),
+      py::arg("b"), "Whether two lists hold the same objects.");
 }

@@ -41,40 +41,106 @@ void describe(const DLTensor& t, TensorRecord& r) {
   r.contiguous = contiguous || numel == 0;
 }
 
-}  // namespace
+// What scan and scan_rows need of Python, taken apart once a call.
+struct Exchange {
+  const DLPackExchangeAPI* api;
+  const PyObject* tensor_type;
+  const PyObject* parameter_type;
 
-int64_t scan(PyObject* api, PyObject* items, PyObject* key, TensorRecord* out) {
-  const auto* exchange = static_cast<const DLPackExchangeAPI*>(
-      PyCapsule_GetPointer(PyTuple_GET_ITEM(api, 0), "dlpack_exchange_api"));
-  if (!exchange) return -1;
-  const PyObject* tensor_type = PyTuple_GET_ITEM(api, 1);
-  const PyObject* parameter_type = PyTuple_GET_ITEM(api, 2);
-  if (!PyList_Check(items)) {
-    PyErr_SetString(PyExc_TypeError, "scan: expected a list");
-    return -1;
+  explicit Exchange(PyObject* tuple)
+      : api(static_cast<const DLPackExchangeAPI*>(
+            PyCapsule_GetPointer(PyTuple_GET_ITEM(tuple, 0), "dlpack_exchange_api"))),
+        tensor_type(PyTuple_GET_ITEM(tuple, 1)),
+        parameter_type(PyTuple_GET_ITEM(tuple, 2)) {}
+
+  bool is_tensor(const PyObject* item) const {
+    const PyObject* type = reinterpret_cast<const PyObject*>(Py_TYPE(item));
+    return type == tensor_type || type == parameter_type;
   }
-  const Py_ssize_t n = PyList_GET_SIZE(items);
-  int64_t others = 0;
-  for (Py_ssize_t i = 0; i < n; ++i) {
-    TensorRecord& r = out[i];
+
+  // Returns 1 for an item that is neither None (null here) nor plain.
+  int64_t record(PyObject* item, TensorRecord& r) const {
     r = TensorRecord{};
     r.dtype = -1;
-    PyObject* item = PyList_GET_ITEM(items, i);
-    if (key) item = PyDict_Check(item) ? PyDict_GetItemWithError(item, key) : nullptr;
-    if (PyErr_Occurred()) return -1;
-    if (!item || item == Py_None) continue;
-    const PyObject* type = reinterpret_cast<const PyObject*>(Py_TYPE(item));
+    if (!item || item == Py_None) return 0;
     DLTensor t;
-    if ((type != tensor_type && type != parameter_type) || exchange->dltensor_from_py_object_no_sync(item, &t) != 0) {
+    if (!is_tensor(item) || api->dltensor_from_py_object_no_sync(item, &t) != 0) {
       PyErr_Clear();  // sparse, conjugated or otherwise without plain strided storage: told apart by the caller
       r.layout = 1;
-      ++others;
-      continue;
+      return 1;
     }
     describe(t, r);
     r.plain = 1;
+    return 0;
   }
+};
+
+}  // namespace
+
+int64_t scan(PyObject* api, PyObject* items, TensorRecord* out) {
+  const Exchange exchange(api);
+  if (!exchange.api) return -1;
+  const Py_ssize_t n = PyList_GET_SIZE(items);
+  int64_t others = 0;
+  for (Py_ssize_t i = 0; i < n; ++i) others += exchange.record(PyList_GET_ITEM(items, i), out[i]);
   return others;
+}
+
+int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject* keys, bool has_step, PyObject* grads,
+                     const uint64_t* seen, const int32_t* flags, Row* rows) {
+  const Exchange exchange(api);
+  if (!exchange.api) return -1;
+  static PyObject* const grad_name = PyUnicode_InternFromString("grad");
+  const Py_ssize_t n = PyList_GET_SIZE(params);
+  const Py_ssize_t n_keys = PyTuple_GET_SIZE(keys);
+  const Py_ssize_t slots = n_keys - (has_step ? 1 : 0);
+  if (slots > 3 || PyList_GET_SIZE(states) != n || PyList_GET_SIZE(grads) != n) {
+    PyErr_SetString(PyExc_ValueError, "refresh_rows: expected lists of one length and at most three slots");
+    return -1;
+  }
+  int64_t result = 0;
+  TensorRecord r;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    Row& row = rows[i];
+    PyObject* param = PyList_GET_ITEM(params, i);
+    exchange.record(param, r);
+    if (r.layout != seen[i]) return kRowsChanged;
+    row.param = r.address;
+
+    PyObject* grad = PyObject_GetAttr(param, grad_name);
+    if (!grad) return -1;
+    PyList_SetItem(grads, i, grad);  // takes the reference
+    exchange.record(grad, r);
+    if (r.layout != 0 && r.layout != seen[n + i]) return kRowsChanged;
+    row.grad = r.address;
+    row.flags = flags[i] | (r.layout != 0 ? kActive : 0);
+    if (r.layout == 0) {
+      result |= kMissingGradient;
+    } else if (!r.contiguous) {
+      result |= kStridedGradient;
+    }
+
+    PyObject* state = PyList_GET_ITEM(states, i);
+    for (Py_ssize_t k = 0; k < n_keys; ++k) {
+      const uint64_t expected = seen[(2 + k) * n + i];
+      if (expected == 0) continue;  // this row has no such slot
+      PyObject* item = PyDict_GetItemWithError(state, PyTuple_GET_ITEM(keys, k));
+      if (!item && PyErr_Occurred()) return -1;
+      exchange.record(item, r);
+      if (r.layout != expected) return kRowsChanged;
+      (k < slots ? row.state[k] : row.step) = r.address;
+    }
+  }
+  return result;
+}
+
+bool same_items(PyObject* a, PyObject* b) {
+  const Py_ssize_t n = PyList_GET_SIZE(a);
+  if (PyList_GET_SIZE(b) != n) return false;
+  for (Py_ssize_t i = 0; i < n; ++i) {
+    if (PyList_GET_ITEM(a, i) != PyList_GET_ITEM(b, i)) return false;
+  }
+  return true;
 }
 
 }  // namespace mo

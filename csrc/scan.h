@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "abi.h"
+
 namespace mo {
 
 struct TensorRecord {
@@ -22,9 +24,22 @@ struct TensorRecord {
 };
 static_assert(sizeof(TensorRecord) == 40, "mirrored by mo_fused/table.py");
 
-// `api`: tuple (capsule of the exchange interface, torch.Tensor, torch.nn.Parameter). `items`: list of tensors, or of
-// dicts when `key` is given. Writes one record an item and returns the number of items that are neither None nor plain.
-// On a Python error returns -1 with the error set.
-int64_t scan(PyObject* api, PyObject* items, PyObject* key, TensorRecord* out);
+// `api`: tuple (capsule of the exchange interface, torch.Tensor, torch.nn.Parameter). On a Python error both return -1 with
+// the error set. Types of the arguments are checked in bindings.cpp.
+
+// One record for each tensor of a list; returns the number of items that are neither None nor plain.
+int64_t scan(PyObject* api, PyObject* items, TensorRecord* out);
+
+enum RefreshResult : int64_t { kRowsChanged = 1, kStridedGradient = 2, kMissingGradient = 4 };
+
+// Writes the present addresses and flags of all rows, unless something else than an address has changed: then returns
+// kRowsChanged at once (the rows have to be planned again). `keys`: names of the state slots, the step last where
+// has_step. `seen`: layout hashes that the rows were planned for, [2 + len(keys)][n]: parameters, gradients, keys; 0 for a
+// slot that a row does not have. `flags`: RowFlag bits beside kActive. `grads` receives the gradients.
+int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject* keys, bool has_step, PyObject* grads,
+                     const uint64_t* seen, const int32_t* flags, Row* rows);
+
+// Whether two lists hold the same objects.
+bool same_items(PyObject* a, PyObject* b);
 
 }  // namespace mo

@@ -7,6 +7,7 @@ changed ``p.data``, gradient or state tensor, a replaced state or parameter grou
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ ROW = np.dtype(
         ("flags", "i4"),
         ("first_chunk", "i8"),
         ("chunks", "i8"),
-        ("reserved", "u8", (4,)),
+        ("scalars", "i8"),
+        ("reserved", "u8", (3,)),
     ]
 )
 CHUNK = np.dtype([("start", "i8"), ("row", "i4"), ("length", "i4")])
@@ -136,19 +138,69 @@ def _exchange() -> tuple[Any, type, type] | None:
     return capsule, Tensor, torch.nn.Parameter
 
 
-def scan(items: list[Any], key: str | None, out: np.ndarray[Any, Any]) -> int:
-    """Writes a RECORD for every tensor of ``items`` (or of ``item[key]``); returns how many are not plain tensors."""
+def scan(items: list[Any], out: np.ndarray[Any, Any]) -> int:
+    """Writes a RECORD for every tensor of the list; returns how many are neither None nor plain tensors."""
     exchange = _exchange()
     if exchange is not None:
         native = dispatch.native()
         assert native is not None
-        return int(native.scan(exchange, items, key, out.ctypes.data))
-    others = 0
-    for i, item in enumerate(items):
-        tensor = item if key is None else item.get(key)
-        out[i] = record = _record(tensor)
-        others += record[1] == 1
-    return others
+        return int(native.scan(exchange, items, out.ctypes.data))
+    for i, tensor in enumerate(items):
+        out[i] = _record(tensor)
+    return int((out["layout"] == 1).sum())
+
+
+ROWS_CHANGED, STRIDED_GRADIENT, MISSING_GRADIENT = 1, 2, 4
+
+
+def refresh_rows(
+    rows: np.ndarray[Any, Any],
+    params: list[Tensor],
+    states: list[dict[str, Any]],
+    keys: tuple[str, ...],
+    has_step: bool,
+    seen: np.ndarray[Any, Any],
+    flags: np.ndarray[Any, Any],
+) -> tuple[list[Tensor | None], int]:
+    """Writes the present addresses and flags of all rows (csrc/scan.h): the gradients, and what was noticed.
+
+    ROWS_CHANGED says that more than addresses changed since ``seen`` and the rows have to be planned again.
+    """
+    exchange = _exchange()
+    if exchange is not None:
+        native = dispatch.native()
+        assert native is not None
+        grads: list[Tensor | None] = [None] * len(params)
+        where = (seen.ctypes.data, flags.ctypes.data, rows.ctypes.data)
+        return grads, int(native.refresh_rows(exchange, params, states, keys, has_step, grads, *where))
+    grads = [p.grad for p in params]
+    now = np.zeros(seen.shape, dtype=RECORD)
+    operands: list[list[Any]] = [params, grads, *([s.get(k) for s in states] for k in keys)]
+    for at, items in enumerate(operands):
+        scan(items, now[at])
+    active = now["layout"][1] != 0
+    same = (now["layout"] == seen) | (seen == 0)
+    same[1] |= ~active
+    if not same.all():
+        return grads, ROWS_CHANGED
+    address = np.where(seen == 0, np.uint64(0), now["address"])
+    rows["param"], rows["grad"] = address[0], now["address"][1]
+    slots = len(keys) - has_step
+    for k in range(slots):
+        rows["state"][:, k] = address[2 + k]
+    if has_step:
+        rows["step"] = address[2 + slots]
+    rows["flags"] = flags | np.where(active, ACTIVE, 0)
+    strided = 0 if now["contiguous"][1][active].all() else STRIDED_GRADIENT
+    return grads, strided | (0 if active.all() else MISSING_GRADIENT)
+
+
+def same_items(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the same objects (tensors cannot be compared with ==)."""
+    native = dispatch.native()
+    if native is not None:
+        return bool(native.same_items(a, b))
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def _record(tensor: Tensor | None) -> tuple[int, int, int, int, int, int, int]:
@@ -230,7 +282,7 @@ class Table:
 def gradient_table(grads: list[Tensor]) -> tuple[Table, list[int]]:
     """A table of gradients alone, for the utilities: (table, positions of the tensors that it cannot serve)."""
     records = np.zeros(len(grads), dtype=RECORD)
-    scan(grads, None, records)
+    scan(grads, records)
     cpu = dispatch.device_code(torch.device("cpu"))
     served = (records["plain"] == 1) & (records["dtype"] >= 0) & (records["device"] == cpu)
     layouts: dict[int, list[int]] = {}

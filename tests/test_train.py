@@ -343,10 +343,18 @@ def test_rates_are_the_schedules(tmp_path: Path) -> None:
 
 
 def test_the_first_steps_do_not_depend_on_the_number_of_steps(tmp_path: Path) -> None:
-    for steps in (3, 30):
-        run(small(tmp_path / str(steps), steps=steps))
-    short, long = ([(row["loss"], row["lr"]) for row in metrics(tmp_path / name)] for name in ("3", "30"))
-    assert short == long[:3]
+    """6 steps are fewer than two warm-ups of 4: they are the first of 8."""
+    for steps in (6, 8):
+        run(small(tmp_path / str(steps), steps=steps, warmup_steps=4))
+    short, long = ([(row["loss"], row["lr"]) for row in metrics(tmp_path / name)] for name in ("6", "8"))
+    assert short == long[:6]
+
+
+def test_the_seed_draws_the_windows_too() -> None:
+    first, second = (build_task(small(None, seed=seed), torch.device("cpu")) for seed in (1, 2))
+    second.model.load_state_dict(first.model.state_dict())
+    assert first.validation_loss() == second.validation_loss()
+    assert first.training_loss().item() != second.training_loss().item()
 
 
 def test_validation_every_so_often_and_at_the_end(tmp_path: Path) -> None:

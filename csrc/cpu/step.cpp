@@ -20,6 +20,9 @@ using base::ScaledSum;
 // sharing its core with another library's spinning threads, costs more than it brings.
 constexpr int64_t kBatchesPerThread = 8;
 
+constexpr int32_t kAhead = 4;
+constexpr int64_t kSmall = 256;  // elements; larger tensors are worth the hardware's own start-up
+
 template <class T>
 T* as(uint64_t address) {
   return reinterpret_cast<T*>(address);
@@ -27,7 +30,7 @@ T* as(uint64_t address) {
 
 struct Step {
   const StepTable& t;
-  const Row* rows = as<Row>(t.rows);
+  Row* rows = as<Row>(t.rows);
   const Chunk* chunks = as<Chunk>(t.chunks);
   const int32_t* batches = as<int32_t>(t.batches);
   const Hyper* hyper = as<Hyper>(t.hyper);
@@ -42,9 +45,20 @@ struct Step {
 
   explicit Step(const StepTable& table) : t(table) {}
 
+  // The hardware runs ahead within a tensor but not from one to the next: small tensors are fetched kAhead chunks early.
+  void prefetch(int32_t c, bool gradient_only) const {
+    const Row& row = rows[chunks[c].row];
+    if (row.numel > kSmall) return;
+    const uint64_t operands[] = {row.grad, row.param, row.state[0], row.state[1]};
+    for (int op = 0; op < (gradient_only ? 1 : 4); ++op) {
+      for (int64_t line = 0; line < row.numel * 4; line += 64) __builtin_prefetch(as<char>(operands[op]) + line);
+    }
+  }
+
   template <class Work>
-  void each_chunk(int64_t batch, Work work) const {
+  void each_chunk(int64_t batch, bool gradient_only, Work work) const {
     for (int32_t c = batches[batch]; c < batches[batch + 1]; ++c) {
+      if (c + kAhead < t.n_chunks) prefetch(c + kAhead, gradient_only);
       const Row& row = rows[chunks[c].row];
       if (row.flags & kActive) work(row, chunks[c], c);
     }
@@ -52,7 +66,7 @@ struct Step {
 
   void measure() {
     for (int64_t b; (b = next_measure.fetch_add(1)) < t.n_batches;) {
-      each_chunk(b, [&](const Row& row, const Chunk& chunk, int32_t c) { kernel.grad_stats(row, chunk, chunk_stats[c]); });
+      each_chunk(b, true, [&](const Row& row, const Chunk& chunk, int32_t c) { kernel.grad_stats(row, chunk, chunk_stats[c]); });
     }
   }
 
@@ -107,27 +121,25 @@ struct Step {
     if (update || scale) prepare_rows(coef);
   }
 
-  // Bias corrections and other scalars of every row; rows of one group at the same step share them.
+  // Bias corrections and other scalars; consecutive rows of one group at the same step share them.
   void prepare_rows(double clip_coef) {
-    int64_t last_step = -1;
-    const RowScalars* last = nullptr;
+    int64_t last_step = -1, last = -1;
     int32_t last_group = -1;
     for (int64_t r = 0; r < t.n_rows; ++r) {
-      const Row& row = rows[r];
+      Row& row = rows[r];
       if (!(row.flags & kActive)) continue;
       const int64_t step = update ? advance(row) : 0;
-      if (last && row.group == last_group && step == last_step) {
-        scalars[r] = *last;
-      } else {
+      if (last < 0 || row.group != last_group || step != last_step) {
         const Hyper& h = hyper[row.group];
-        scalars[r].scale = (h.clip != 0.0 ? clip_coef : 1.0) / control.grad_scale;
-        scalars[r].coef = h.maximize != 0.0 ? -scalars[r].scale : scalars[r].scale;
-        if (control.rule == kAdam) base::prepare_adamw(h, step, scalars[r]);
-        if (control.rule == kSGD) base::prepare_sgd(h, scalars[r]);
+        RowScalars& s = scalars[++last];
+        s.scale = (h.clip != 0.0 ? clip_coef : 1.0) / control.grad_scale;
+        s.coef = h.maximize != 0.0 ? -s.scale : s.scale;
+        if (control.rule == kAdam) base::prepare_adamw(h, step, s);
+        if (control.rule == kSGD) base::prepare_sgd(h, s);
+        last_group = row.group;
+        last_step = step;
       }
-      last = &scalars[r];
-      last_group = row.group;
-      last_step = step;
+      row.scalars = last;
     }
   }
 
@@ -140,8 +152,8 @@ struct Step {
   // Backwards: what pass 1 read last is still in cache.
   void run_update() {
     for (int64_t b; (b = t.n_batches - 1 - next_update.fetch_add(1)) >= 0;) {
-      each_chunk(b, [&](const Row& row, const Chunk& chunk, int32_t c) {
-        const RowScalars& s = scalars[chunk.row];
+      each_chunk(b, false, [&](const Row& row, const Chunk& chunk, int32_t c) {
+        const RowScalars& s = scalars[row.scalars];
         if (update) {
           if (control.grad_stats_in_update) kernel.grad_stats(row, chunk, chunk_stats[c]);
           ChunkStats* stats = control.update_stats ? &chunk_stats[c] : nullptr;
@@ -157,7 +169,7 @@ struct Step {
   }
 
   void scale_grad(const Row& row, const Chunk& chunk) const {
-    const double factor = scalars[chunk.row].scale;
+    const double factor = scalars[row.scalars].scale;
     if ((scale || control.clip_in_place) && factor != 1.0) kernel.scale_grad(row, chunk, factor);
   }
 

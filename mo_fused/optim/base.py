@@ -216,16 +216,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._raise_versions(rows, grads)
         elif stats:
             out.keep_param_norms(rows.ring[rows.turn - 1])
-        rows.settle(skipped)
+        rows.settle(skipped, grads)
         if report is not None:
             report.fill_(out["found_inf"])
-        self.__dict__["_last_step"] = StepStats(out, partial(_stats_rows, self.param_groups, [*rows.native, *other]))
+        self.__dict__["_last_step"] = StepStats(out, partial(_stats_rows, self.param_groups, rows.all))
 
     def _raise_versions(self, rows: RowSet, grads: list[Tensor | None]) -> None:
         """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
         if rows.eager:
             return
-        torch.autograd.graph.increment_version(rows.active_params())
+        torch.autograd.graph.increment_version(rows.active_params(grads))
         if self.defaults["clip_in_place"]:
             torch.autograd.graph.increment_version([g for g in grads if g is not None])
 

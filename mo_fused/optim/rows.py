@@ -6,10 +6,8 @@ their layouts, dtypes, state or groups changes, the rows are planned again (only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +17,22 @@ from torch import Tensor
 from .. import dispatch, errors, state
 from ..layout import Plan, walking_order
 from ..stats import RING, StatsBuffer
-from ..table import ACTIVE, FRESH, GRAD_SHARED, OPERANDS, RECORD, SCALES_SHARED, STEP_F64, Table, scan
+from ..table import (
+    ACTIVE,
+    FRESH,
+    GRAD_SHARED,
+    MISSING_GRADIENT,
+    OPERANDS,
+    RECORD,
+    ROWS_CHANGED,
+    SCALES_SHARED,
+    STEP_F64,
+    STRIDED_GRADIENT,
+    Table,
+    refresh_rows,
+    same_items,
+    scan,
+)
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -43,10 +56,6 @@ class Row:
     key: list[int] = field(default_factory=list)  # layout hashes that the plan was made for: param, grad, slots, step
 
 
-def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
-
-
 class RowSet:
     """The rows of one optimizer, cached between steps."""
 
@@ -60,13 +69,14 @@ class RowSet:
         self._state: Any = None
         self._states: list[Any] = []
         self._cache: dict[int, Row] = {}
-        self._unseen: list[int] = []
+        self._unseen: list[Tensor] = []
         self._values: list[Any] = []
         self._hyper_written = False
-        self._written: np.ndarray[Any, Any]
+        self._all_active = True
         self.native: list[Row] = []
         self.other: list[Row] = []
-        self._build([], 0)
+        self.all: list[Row] = []
+        self._build([])
 
     # -- every step ---------------------------------------------------------------------------------------------------
 
@@ -74,74 +84,57 @@ class RowSet:
         """Brings the table up to date; returns the gradients of the native rows, which keep their memory alive."""
         groups = optimizer.param_groups
         params = list(chain.from_iterable([g["params"] for g in groups]))
-        grads: list[Tensor | None] = [p.grad for p in params]
         values = [self._rule.values(g) for g in groups]
         changed = values != self._values
         structure = [self._rule.structure(g) for g in groups] if changed else self._structure
         known = (
-            _same(params, self._params)
+            same_items(params, self._params)
             and [len(g["params"]) for g in groups] == self._sizes
             and structure == self._structure
             and optimizer.state is self._state
-            and _same(list(optimizer.state.values()), self._states)
-            and self._all_seen(grads)
+            and same_items(list(optimizer.state.values()), self._states)
+            # A parameter with a first gradient gets its row, and its state, now.
+            and all(p.grad is None for p in self._unseen)
         )
-        row_grads = [grads[i] for i in self._row_index] if self._subset else grads
-        if not known or not self._update_addresses(row_grads):
-            self._plan(optimizer, params, grads, structure)
-            row_grads = [grads[i] for i in self._row_index] if self._subset else grads
-            if not self._update_addresses(row_grads):
+        grads = self._update_addresses() if known else None
+        if grads is None:
+            self._plan(optimizer, params, structure)
+            grads = self._update_addresses()
+            if grads is None:
                 raise RuntimeError("a tensor of this optimizer changed while the step was being prepared")
         if changed or not self._hyper_written:
             self._write_hyper(groups, values)
-        return row_grads
+        return grads
 
-    def _all_seen(self, grads: list[Tensor | None]) -> bool:
-        """Every parameter with a gradient has a row (a late one gets its row, and its state, now)."""
-        return not self._unseen or all(grads[i] is None for i in self._unseen)
-
-    def _update_addresses(self, grads: list[Tensor | None]) -> bool:
-        """Scans all operands of the native rows; False when more than addresses changed."""
-        rows, now = self.table.rows, self._now
-        if not self.native:
-            return True
-        if scan(self._row_params, None, now[0]) or scan(grads, None, now[1]):
-            return False
-        for k, key in enumerate(self._keys):
-            if scan(self._row_states, key, now[2 + k]):
-                return False
-        same = now["layout"] == self._seen
-        same[1] |= now["layout"][1] == 0  # no gradient this time
-        same |= self._unused
-        if not same.all():
-            return False
-        if not now["contiguous"][1].all() and any(g is not None and g.is_neg() for g in grads):
-            return False
-        address = now["address"]
-        if not np.array_equal(address, self._written):
-            active = now["layout"][1] != 0
-            rows["param"], rows["grad"] = address[0], address[1]
-            slots = len(self._slot_keys)
-            for k in range(slots):
-                rows["state"][:, k] = np.where(self._unused[2 + k], 0, address[2 + k])
-            if self._rule.has_step:
-                rows["step"] = address[2 + slots]
-            self._active = active
-            self._write_flags()
-            self._written = address.copy()
-        return True
-
-    def _write_flags(self) -> None:
-        flags = self._flags | np.where(self._active, ACTIVE, 0)
+    def _update_addresses(self) -> list[Tensor | None] | None:
+        """Looks at all operands of the native rows; their gradients, or None when more than addresses changed."""
+        grads, noticed = refresh_rows(
+            self.table.rows,
+            self._row_params,
+            self._row_states,
+            self._keys,
+            self._rule.has_step,
+            self._seen,
+            self._flags,
+        )
+        if noticed & ROWS_CHANGED:
+            return None
+        if noticed & STRIDED_GRADIENT and any(g is not None and g.is_neg() for g in grads):
+            return None
+        self._all_active = not noticed & MISSING_GRADIENT
         if self._clip_in_place:
-            # Parameters may be given one and the same gradient tensor; it is scaled once.
-            _, first, at, count = np.unique(
-                self.table.rows["grad"], return_index=True, return_inverse=True, return_counts=True
-            )
-            shared = (count[at] > 1) & self._active
-            flags |= np.where(shared, GRAD_SHARED, 0)
-            flags[first] |= np.where(shared[first], SCALES_SHARED, 0)
-        self.table.rows["flags"] = flags
+            self._mark_shared_gradients()
+        return grads
+
+    def _mark_shared_gradients(self) -> None:
+        """Parameters may be given one and the same gradient tensor; it is scaled once."""
+        flags = self.table.rows["flags"]
+        _, first, at, count = np.unique(
+            self.table.rows["grad"], return_index=True, return_inverse=True, return_counts=True
+        )
+        shared = (count[at] > 1) & (flags & ACTIVE != 0)
+        flags |= np.where(shared, GRAD_SHARED, 0).astype(flags.dtype)
+        flags[first] |= np.where(shared[first], SCALES_SHARED, 0).astype(flags.dtype)
 
     def _write_hyper(self, groups: list[dict[str, Any]], values: list[Any]) -> None:
         for i, group in enumerate(groups):
@@ -155,20 +148,14 @@ class RowSet:
 
     # -- when something changed ---------------------------------------------------------------------------------------
 
-    def _plan(
-        self, optimizer: FusedOptimizer, params: list[Tensor], grads: list[Tensor | None], structure: list[Any]
-    ) -> None:
+    def _plan(self, optimizer: FusedOptimizer, params: list[Tensor], structure: list[Any]) -> None:
         groups = optimizer.param_groups
-        entries: list[tuple[int, int, Tensor, Tensor | None]] = []
-        position = 0
-        for g, group in enumerate(groups):
-            for p in group["params"]:
-                entries.append((position, g, p, grads[position]))
-                position += 1
+        of_group = chain.from_iterable([g] * len(group["params"]) for g, group in enumerate(groups))
+        entries = [(i, g, p, p.grad) for i, (g, p) in enumerate(zip(of_group, params, strict=True))]
         self._validate(optimizer, entries)
         cache: dict[int, Row] = {}
         rows: list[Row] = []
-        unseen: list[int] = []
+        unseen: list[Tensor] = []
         for position, g, p, grad in entries:
             if id(p) in cache:  # listed twice in one group: torch warns at construction, and one step is one update
                 continue
@@ -179,7 +166,7 @@ class RowSet:
                 old.position, old.group = position, g
                 row = old
             elif grad is None:
-                unseen.append(position)
+                unseen.append(p)
                 continue
             else:
                 row = self._row(optimizer, position, g, p, grad)
@@ -193,7 +180,8 @@ class RowSet:
         self._state, self._states = optimizer.state, list(optimizer.state.values())
         self.native = [r for r in rows if r.backend in ("cpu", "eager")]
         self.other = [r for r in rows if r.backend == "torch"]
-        self._build(groups, len(params))
+        self.all = [*self.native, *self.other]  # in the order of the statistics' rows
+        self._build(groups)
 
     def _validate(self, optimizer: FusedOptimizer, entries: list[tuple[int, int, Tensor, Tensor | None]]) -> None:
         """Refuses what no backend may touch; nothing has been changed yet."""
@@ -300,15 +288,12 @@ class RowSet:
                         row.backend, row.reason, row.plan = "torch", "it shares memory with another parameter", None
             open_spans.append(span)
 
-    def _build(self, groups: list[dict[str, Any]], params: int) -> None:
+    def _build(self, groups: list[dict[str, Any]]) -> None:
         n = len(self.native)
-        self._row_index = [r.position for r in self.native]
-        self._subset = self._row_index != list(range(params))
         self._row_params = [r.param for r in self.native]
         self._row_states = [r.state for r in self.native]
         self._slot_keys = tuple(dict.fromkeys(k for r in self.native for k in r.slots))
         self._keys = (*self._slot_keys, "step") if self._rule.has_step else self._slot_keys
-        self._now = np.zeros((2 + len(self._keys), n), dtype=RECORD)
         self._flags = np.zeros(n, dtype=np.int32)
         for i, r in enumerate(self.native):
             if r.fresh:
@@ -320,14 +305,9 @@ class RowSet:
         self.table = Table([p.numel for p in plans], [p.dtypes for p in plans], layouts, len(groups))
         self.table.rows["group"] = [r.group for r in self.native]
         self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)
-        self._unused = np.zeros((2 + len(self._keys), n), dtype=bool)
         for i, r in enumerate(self.native):
             places = dict(zip(("param", "grad", *r.slots, *(("step",) if r.has_step else ())), r.key, strict=True))
-            for k, key in enumerate(("param", "grad", *self._keys)):
-                self._seen[k, i] = places.get(key, 0)
-                self._unused[k, i] = key not in places
-        self._written = np.zeros(0, dtype=np.uint64)
-        self._active = np.zeros(n, dtype=bool)
+            self._seen[:, i] = [places.get(key, 0) for key in ("param", "grad", *self._keys)]
         self._hyper_written = False
         self.eager = any(r.backend == "eager" for r in self.native)
         self.ring = [StatsBuffer(n + len(self.other)) for _ in range(RING)]
@@ -335,17 +315,18 @@ class RowSet:
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
-    def active_params(self) -> list[Tensor]:
-        if self._active.all():
+    def active_params(self, grads: list[Tensor | None]) -> list[Tensor]:
+        """Parameters of the native rows that had a gradient."""
+        if self._all_active:
             return self._row_params
-        return [p for p, a in zip(self._row_params, self._active.tolist(), strict=True) if a]
+        return [p for p, g in zip(self._row_params, grads, strict=True) if g is not None]
 
-    def settle(self, skipped: bool) -> None:
+    def settle(self, skipped: bool, grads: list[Tensor | None]) -> None:
         """A first momentum buffer holds a value now, or is taken back when the step was skipped."""
         if not (self._flags & FRESH).any():
             return
-        for i, row in enumerate(self.native):
-            if not row.fresh or not self._active[i]:
+        for i, (row, grad) in enumerate(zip(self.native, grads, strict=True)):
+            if not row.fresh or grad is None:
                 continue
             if skipped:
                 for key in row.slots:
@@ -356,7 +337,6 @@ class RowSet:
             else:
                 row.fresh = False
                 self._flags[i] &= ~FRESH
-        self._write_flags()
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -367,7 +347,7 @@ def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:
     """Layout hashes of a row's tensors in the order of Row.key, or None when one of them is not plain."""
     items = [p, grad, *(row.state.get(k) for k in row.slots), *((row.state.get("step"),) if row.has_step else ())]
     records = np.zeros(len(items), dtype=RECORD)
-    return None if scan(items, None, records) else records["layout"].tolist()
+    return None if scan(items, records) else records["layout"].tolist()
 
 
 def _share_elements(a: Tensor, b: Tensor) -> bool:
