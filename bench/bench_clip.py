@@ -22,7 +22,7 @@ import pytest
 import torch
 from measure import Case, Contender, Goal, Settings, copy_contender, run_all
 from torch import Tensor
-from workloads import FUSED, MAX_NORM, OURS, WORKLOADS, agree, ours, peers, torch_fused
+from workloads import FUSED, MAX_NORM, OURS, WORKLOADS, agree, ours, peers, share_state, torch_fused
 
 import mo_fused
 
@@ -48,8 +48,10 @@ def clipping(name: str, settings: Settings) -> list[Contender]:
     agree(torch_fused, ours, workload.dtype, clip_, max_grad_norm=MAX_NORM)
     params = workload.parameters(settings.quick)
     counted = workload.counted_bytes(params)
-    racing = [Contender(OURS, ours(params, max_grad_norm=MAX_NORM).step, 8 * counted)]
-    racing += [Contender(who, after_clipping(make(params), params), 10 * counted) for who, make in peers().items()]
+    own, others = ours(params, max_grad_norm=MAX_NORM), {who: make(params) for who, make in peers().items()}
+    share_state([own, *others.values()])
+    racing = [Contender(OURS, own.step, 8 * counted)]
+    racing += [Contender(who, after_clipping(other, params), 10 * counted) for who, other in others.items()]
     return [*racing, copy_contender(settings.quick)] if workload.in_memory else racing
 
 
@@ -81,13 +83,13 @@ def scaling(name: str, settings: Settings) -> list[Contender]:
     params = workload.parameters(settings.quick)
     counted = workload.counted_bytes(params)
     theirs, own = torch.amp.GradScaler, mo_fused.GradScaler
+    first, second = (ours(params, max_grad_norm=MAX_NORM) for _ in range(2))
+    others = {who: make(params) for who, make in peers(scaled=True).items()}
+    share_state([first, second, *others.values()])
     racing = [
-        Contender(OURS_OUR_SCALER, under_scaler(own, ours(params, max_grad_norm=MAX_NORM), None), 8 * counted),
-        Contender(OURS_TORCH_SCALER, under_scaler(theirs, ours(params, max_grad_norm=MAX_NORM), None), 10 * counted),
-        *(
-            Contender(who, under_scaler(theirs, make(params), params), 12 * counted)
-            for who, make in peers(scaled=True).items()
-        ),
+        Contender(OURS_OUR_SCALER, under_scaler(own, first, None), 8 * counted),
+        Contender(OURS_TORCH_SCALER, under_scaler(theirs, second, None), 10 * counted),
+        *(Contender(who, under_scaler(theirs, other, params), 12 * counted) for who, other in others.items()),
     ]
     return [*racing, copy_contender(settings.quick)] if workload.in_memory else racing
 

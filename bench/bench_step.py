@@ -4,8 +4,8 @@
     pytest bench/bench_step.py [--quick]
 
 Bytes counted: parameter, gradient and two moments are read, all but the gradient written: 28 an element in fp32, 14 in
-bf16, for every contender (torch's foreach really moves more). All contenders step the same parameters, each with a
-state of its own.
+bf16, for every contender (torch's foreach really moves more). All contenders step the same parameters with the same
+state tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from measure import Case, Contender, Goal, Settings, copy_contender, run_all
-from workloads import FUSED, OURS, WORKLOADS, agree, ours, peers, torch_fused
+from workloads import FUSED, OURS, WORKLOADS, agree, ours, peers, share_state, torch_fused
 
 GOALS = {"gpt2-fp32": 1.0, "gpt2-bf16": 1.4, "small-fp32": 6.0, "small-bf16": 6.0}
 
@@ -25,7 +25,9 @@ def contenders(name: str, settings: Settings) -> list[Contender]:
     agree(torch_fused, ours, workload.dtype)
     params = workload.parameters(settings.quick)
     counted = 7.0 * workload.counted_bytes(params)
-    racing = [Contender(who, make(params).step, counted) for who, make in {OURS: ours, **peers()}.items()]
+    optimizers = {who: make(params) for who, make in {OURS: ours, **peers()}.items()}
+    share_state(list(optimizers.values()))
+    racing = [Contender(who, optimizer.step, counted) for who, optimizer in optimizers.items()]
     return [*racing, copy_contender(settings.quick)] if workload.in_memory else racing
 
 
