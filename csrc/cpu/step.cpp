@@ -16,10 +16,6 @@ namespace {
 
 using base::ScaledSum;
 
-// A thread is woken for at least this many batches (of about kChunk elements): below some 50 us of work, waking it, and
-// sharing its core with another library's spinning threads, costs more than it brings.
-constexpr int64_t kBatchesPerThread = 8;
-
 constexpr int32_t kAhead = 4;
 constexpr int64_t kSmall = 256;  // elements; larger tensors are worth the hardware's own start-up
 
@@ -231,8 +227,7 @@ void run_step(const StepTable& table) {
   Step step(table);
   const Control& control = step.control;
   if (!(control.phases & kMeasure) && (control.phases & kFinish)) step.finish();
-  const int64_t worthwhile = 1 + table.n_batches / kBatchesPerThread;
-  const int64_t useful = worthwhile < control.threads ? worthwhile : control.threads;
+  const int64_t useful = table.n_batches < control.threads ? table.n_batches : control.threads;
   ThreadPool& pool = ThreadPool::instance();
   const int members = pool.reserve(int(useful));
   Team team{step, Barrier(members), Barrier(members)};

@@ -9,10 +9,10 @@ from ..table import Table
 
 
 def run(table: Table) -> None:
-    """Runs the phases that ``table.control`` asks for, on torch's number of threads."""
+    """Runs the phases that ``table.control`` asks for, on at most torch's number of threads."""
     native = dispatch.native()
     assert native is not None  # dispatch chose this backend
-    table.control["threads"] = torch.get_num_threads()
+    table.control["threads"] = min(torch.get_num_threads(), table.useful_threads)
     native.cpu_step(table.address)
 
 
