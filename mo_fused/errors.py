@@ -73,6 +73,16 @@ def overlapping_tensor() -> RuntimeError:
     )
 
 
+def changed_meanwhile() -> RuntimeError:
+    return RuntimeError(
+        message(
+            "parameters, gradients and state to stay as they are during a step",
+            "one that changed while the step was being prepared",
+            "let no other thread write to them until step() has returned",
+        )
+    )
+
+
 def sparse_adam() -> RuntimeError:
     return RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import dispatch
+
 
 def integer_power(base: float, n: int) -> float:
     """base**n by squaring: the same products in the same order as csrc/rules/portable.h."""
@@ -31,7 +33,7 @@ def integer_power(base: float, n: int) -> float:
 def square_root(x: Tensor) -> Tensor:
     """IEEE square root of a float32 or float64 tensor."""
     if x.dtype == torch.float64:
-        if x.device == torch.device("cpu"):
+        if dispatch.is_cpu(x):
             with np.errstate(invalid="ignore"):
                 return torch.from_numpy(np.asarray(np.sqrt(x.numpy())))
         return x.sqrt()
@@ -167,7 +169,7 @@ def sgd_update(
 def sum_of_squares(x: Tensor) -> float:
     """In float64 and in an order that does not depend on the number of threads (torch's sum does)."""
     x = x.detach().double().reshape(-1)
-    if x.device == torch.device("cpu"):
+    if dispatch.is_cpu(x):
         values = x.numpy()
         with np.errstate(all="ignore"):
             return float(np.sum(values * values))

@@ -61,9 +61,6 @@ class StatsBuffer:
     def __setitem__(self, field: str, value: float) -> None:
         self.result[_RESULT_AT[field]] = value
 
-    def row_field(self, row: int, field: str) -> float:
-        return float(self.rows[row, _ROW_AT[field]])
-
     def keep_param_norms(self, earlier: StatsBuffer) -> None:
         """For a skipped step: the update is zero and the parameters are those of ``earlier``, if it measured them."""
         known = earlier["updated"] != 0.0

@@ -16,9 +16,6 @@ namespace {
 
 using base::ScaledSum;
 
-constexpr int32_t kAhead = 4;
-constexpr int64_t kSmall = 256;  // elements; larger tensors are worth the hardware's own start-up
-
 template <class T>
 T* as(uint64_t address) {
   return reinterpret_cast<T*>(address);
@@ -41,20 +38,9 @@ struct Step {
 
   explicit Step(const StepTable& table) : t(table) {}
 
-  // The hardware runs ahead within a tensor but not from one to the next: small tensors are fetched kAhead chunks early.
-  void prefetch(int32_t c, bool gradient_only) const {
-    const Row& row = rows[chunks[c].row];
-    if (row.numel > kSmall) return;
-    const uint64_t operands[] = {row.grad, row.param, row.state[0], row.state[1]};
-    for (int op = 0; op < (gradient_only ? 1 : 4); ++op) {
-      for (int64_t line = 0; line < row.numel * 4; line += 64) __builtin_prefetch(as<char>(operands[op]) + line);
-    }
-  }
-
   template <class Work>
-  void each_chunk(int64_t batch, bool gradient_only, Work work) const {
+  void each_chunk(int64_t batch, Work work) const {
     for (int32_t c = batches[batch]; c < batches[batch + 1]; ++c) {
-      if (c + kAhead < t.n_chunks) prefetch(c + kAhead, gradient_only);
       const Row& row = rows[chunks[c].row];
       if (row.flags & kActive) work(row, chunks[c], c);
     }
@@ -62,7 +48,9 @@ struct Step {
 
   void measure() {
     for (int64_t b; (b = next_measure.fetch_add(1)) < t.n_batches;) {
-      each_chunk(b, true, [&](const Row& row, const Chunk& chunk, int32_t c) { kernel.grad_stats(row, chunk, chunk_stats[c]); });
+      each_chunk(b, [&](const Row& row, const Chunk& chunk, int32_t c) {
+        kernel.grad_stats(row, chunk, chunk_stats[c]);
+      });
     }
   }
 
@@ -148,7 +136,7 @@ struct Step {
   // Backwards: what pass 1 read last is still in cache.
   void run_update() {
     for (int64_t b; (b = t.n_batches - 1 - next_update.fetch_add(1)) >= 0;) {
-      each_chunk(b, false, [&](const Row& row, const Chunk& chunk, int32_t c) {
+      each_chunk(b, [&](const Row& row, const Chunk& chunk, int32_t c) {
         const RowScalars& s = scalars[row.scalars];
         if (update) {
           if (control.grad_stats_in_update) kernel.grad_stats(row, chunk, chunk_stats[c]);

@@ -101,7 +101,7 @@ class RowSet:
             self._plan(optimizer, params, structure)
             grads = self._update_addresses()
             if grads is None:
-                raise RuntimeError("a tensor of this optimizer changed while the step was being prepared")
+                raise errors.changed_meanwhile()
         if changed or not self._hyper_written:
             self._write_hyper(groups, values)
         return grads
