@@ -37,7 +37,8 @@ struct Row {
   int64_t first_chunk;
   int64_t chunks;
   int64_t scalars;  // written by the finish: which RowScalars it uses
-  uint64_t reserved[3];
+  uint64_t fresh;   // on a device: address of an int32, 1 while the momentum buffer holds no value; 0 where there is none
+  uint64_t reserved[2];
 };
 static_assert(sizeof(Row) == 128, "Row is mirrored by mo_fused/table.py");
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from . import errors
 
-BACKENDS = ("cpu", "eager")
+BACKENDS = ("cpu", "triton", "eager")
 """Names that ``backend=`` and MO_FUSED_BACKEND take. What none of them serves goes to torch's single-tensor step."""
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
@@ -24,7 +25,7 @@ _DEVICE_CODES = {"cpu": 1, "cuda": 2}
 
 @dataclass(frozen=True)
 class Choice:
-    """One decision: ``backend`` is "cpu", "eager" or "torch" (torch's own single-tensor step)."""
+    """One decision: ``backend`` is "cpu", "triton", "eager" or "torch" (torch's own single-tensor step)."""
 
     backend: str
     reason: str
@@ -57,6 +58,49 @@ def native_problem() -> str:
     return _load_native()[1]
 
 
+MIN_TRITON = (3, 6)
+TRITON_REMEDY = 'install Triton 3.6 or newer with `pip install "mo_fused[triton]"` (Linux, NVIDIA or AMD GPU)'
+
+
+@lru_cache(maxsize=1)
+def triton_problem() -> str:
+    """Why the Triton backend cannot be used in this process; empty when it can."""
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton does not import ({error})"
+    version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+    if version < MIN_TRITON:
+        return f"Triton {triton.__version__} is installed"
+    return ""
+
+
+def triton_interprets() -> bool:
+    """TRITON_INTERPRET=1: kernels run in Python on the CPU's tensors, and cannot be compiled in this process."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def is_nvidia() -> bool:
+    """Whether this build of torch drives NVIDIA's GPUs."""
+    return torch.version.cuda is not None
+
+
+@lru_cache(maxsize=1)
+def warp_size() -> int:
+    """Threads of a warp (NVIDIA) or wavefront (AMD) of the current device."""
+    if torch.cuda.is_available():
+        return int(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "warp_size", 32))
+    return 32
+
+
+@lru_cache(maxsize=None)
+def multiprocessors(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units) of a GPU; 2 for the CPU, on which the interpreter runs."""
+    if device.type == "cpu":
+        return 2
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def device_code(device: torch.device) -> int:
     """The device as csrc/scan.cpp packs it: DLPack type << 16 | index."""
     return _DEVICE_CODES.get(device.type, 0) << 16 | (device.index or 0)
@@ -84,6 +128,8 @@ def requested(backend: str | None) -> str | None:
         raise errors.unknown_backend(name, BACKENDS)
     if name == "cpu" and native() is None:
         raise errors.missing_backend("cpu", native_problem(), REMEDY)
+    if name == "triton" and triton_problem():
+        raise errors.missing_backend("triton", triton_problem(), TRITON_REMEDY)
     return name
 
 
@@ -97,11 +143,28 @@ def choose(tensor: Tensor, backend: str | None = None) -> Choice:
         return Choice("torch", "meta tensors have no data; torch's own step accepts them")
     if wanted == "eager":
         return Choice("eager", "asked for by backend= or MO_FUSED_BACKEND")
-    if not is_cpu(tensor):
-        return Choice("torch", f"no kernel of mo_fused serves {tensor.device.type} tensors in this build")
+    if is_cpu(tensor):
+        return _choose_cpu(wanted)
+    return _choose_gpu(tensor)
+
+
+def _choose_cpu(wanted: str | None) -> Choice:
+    if wanted == "triton" and triton_interprets():
+        return Choice("triton", "Triton's interpreter (TRITON_INTERPRET=1)")
     if native() is None:
         return Choice("eager", native_problem())
     return Choice("cpu", "native kernels")
+
+
+def _choose_gpu(tensor: Tensor) -> Choice:
+    kind = tensor.device.type
+    if kind != "cuda":  # torch calls AMD's GPUs so too
+        return Choice("torch", f"no kernel of mo_fused serves {kind} tensors")
+    if triton_problem():
+        return Choice("torch", f"{triton_problem()}; {TRITON_REMEDY}")
+    if triton_interprets():
+        return Choice("torch", "TRITON_INTERPRET=1 is set: Triton's interpreter reads the CPU's memory only")
+    return Choice("triton", "Triton kernels")
 
 
 def device_report() -> list[tuple[str, str, str]]:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from . import dispatch, reference
 from .backends import cpu
 from .backends.eager import ScaledSum, clip_coefficient, larger
 from .stats import GradStats, StatsBuffer
-from .table import FINISH, MEASURE, SCALE, Table, gradient_table
+from .table import FINISH, MEASURE, ROW, SCALE, Table, gradient_table
 
 _INF = float("inf")
 
@@ -27,7 +28,7 @@ class _Measurement:
         there = [g for g in grads if g is not None]
         self._index = [i for i, g in enumerate(grads) if g is not None]
         if dispatch.native() is None:
-            self.table, self.others = Table([], [], {}, 1), list(range(len(there)))
+            self.table, self.others = Table(np.zeros(0, dtype=ROW), {}, 1), list(range(len(there)))
         else:
             self.table, self.others = gradient_table(there)
         self.grads = there

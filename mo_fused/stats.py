@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,11 +26,12 @@ RESULT = (
     "found_inf",
     "measured",
     "updated",
+    "grad_scale",
 )
 RESULT_WIDTH = 16
 ROW = ("grad_norm", "grad_amax", "nonfinite", "zeros", "update_norm", "stored_update_norm", "param_norm", "active")
 ROW_WIDTH = 8
-_RESULT_AT = {name: i for i, name in enumerate(RESULT)}
+RESULT_AT = {name: i for i, name in enumerate(RESULT)}
 _ROW_AT = {name: i for i, name in enumerate(ROW)}
 
 RING = 4
@@ -56,10 +57,26 @@ class StatsBuffer:
         return self.generation
 
     def __getitem__(self, field: str) -> float:
-        return float(self.result[_RESULT_AT[field]])
+        return float(self.result[RESULT_AT[field]])
 
     def __setitem__(self, field: str, value: float) -> None:
-        self.result[_RESULT_AT[field]] = value
+        self.result[RESULT_AT[field]] = value
+
+    @property
+    def measured(self) -> bool:
+        return bool(self["measured"])
+
+    @property
+    def updated(self) -> bool:
+        return bool(self["updated"])
+
+    def field(self, name: str) -> Tensor:
+        """A 0-dim float64; a copy, because the slot is written again four steps later."""
+        return self.tensor[RESULT_AT[name]].clone()
+
+    def per_row(self) -> np.ndarray[Any, Any]:
+        """The RowStats of every row, shape ``(n, 8)``."""
+        return self.rows
 
     def keep_param_norms(self, earlier: StatsBuffer) -> None:
         """For a skipped step: the update is zero and the parameters are those of ``earlier``, if it measured them."""
@@ -72,6 +89,22 @@ class StatsBuffer:
     def set_row(self, row: int, **fields: float) -> None:
         for name, value in fields.items():
             self.rows[row, _ROW_AT[name]] = value
+
+
+class Buffer(Protocol):
+    """Statistics of some rows in one step: :class:`StatsBuffer` or a device's (``device_part.DeviceStats``)."""
+
+    generation: int
+
+    @property
+    def measured(self) -> bool: ...
+
+    @property
+    def updated(self) -> bool: ...
+
+    def field(self, name: str) -> Tensor: ...
+
+    def per_row(self) -> np.ndarray[Any, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -104,21 +137,33 @@ class StepStats:
     readable for three further steps; later they raise :class:`mo_fused.errors.StaleStatsError`.
     """
 
-    def __init__(self, buffer: StatsBuffer, names: Callable[[], Sequence[Any]]) -> None:
-        self._buffer = buffer
-        self._generation = buffer.generation
+    def __init__(self, buffers: Sequence[Buffer], names: Callable[[], Sequence[Any]]) -> None:
+        self._buffers = buffers
+        self._generations = [b.generation for b in buffers]
         self._names = names
-        self._measured = bool(buffer["measured"])
-        self._updated = bool(buffer["updated"])
+        self._measured = buffers[0].measured
+        self._updated = buffers[0].updated
 
-    def _fresh(self) -> StatsBuffer:
-        if self._buffer.generation != self._generation:
+    def _stale(self) -> bool:
+        return any(b.generation != g for b, g in zip(self._buffers, self._generations, strict=True))
+
+    def _fresh(self) -> Sequence[Buffer]:
+        if self._stale():
             raise errors.stale_stats()
-        return self._buffer
+        return self._buffers
 
     def _field(self, name: str, known: bool = True) -> Tensor | None:
-        # A copy: the buffer itself is written again four steps later.
-        return self._fresh().tensor[_RESULT_AT[name]].clone() if known else None
+        # Whoever finished the step knew the gradients of all devices.
+        return self._fresh()[0].field(name) if known else None
+
+    def _norm(self, name: str) -> Tensor | None:
+        """A norm that every device knows of its own rows alone."""
+        if not self._updated:
+            return None
+        parts = [b.field(name) for b in self._fresh()]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.stack([p.to(parts[0].device) for p in parts]).square().sum().sqrt()
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -152,24 +197,24 @@ class StepStats:
     @property
     def update_norm(self) -> Tensor | None:
         """L2 norm of what the rule subtracted from the parameters, decay included; 0 on a skipped step (float64)."""
-        return self._field("update_norm", self._updated)
+        return self._norm("update_norm")
 
     @property
     def stored_update_norm(self) -> Tensor | None:
         """L2 norm of the change that the parameters' dtype kept; far below ``update_norm`` means a stall (float64)."""
-        return self._field("stored_update_norm", self._updated)
+        return self._norm("stored_update_norm")
 
     @property
     def param_norm(self) -> Tensor | None:
         """L2 norm of the parameters after the step (float64); on a skipped step the last one measured, or NaN."""
-        return self._field("param_norm", self._updated)
+        return self._norm("param_norm")
 
     def per_param(self) -> dict[Any, ParamStats]:
         """The same for each parameter that had a gradient, by name (optimizers over named parameters) or position.
 
         Returns Python numbers: this reads the whole buffer and therefore waits for the device once.
         """
-        rows = self._fresh().rows
+        rows = np.concatenate([b.per_row() for b in self._fresh()])
         measured, updated = self._measured, self._updated
         out: dict[Any, ParamStats] = {}
         for key, row in self._names():
@@ -188,7 +233,7 @@ class StepStats:
         return out
 
     def __repr__(self) -> str:
-        if self._buffer.generation != self._generation:
+        if self._stale():
             return "StepStats(stale)"
         parts = []
         for name in (*RESULT[:4], *RESULT[6:9]):

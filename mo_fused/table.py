@@ -35,7 +35,8 @@ ROW = np.dtype(
         ("first_chunk", "i8"),
         ("chunks", "i8"),
         ("scalars", "i8"),
-        ("reserved", "u8", (3,)),
+        ("fresh", "u8"),
+        ("reserved", "u8", (2,)),
     ]
 )
 CHUNK = np.dtype([("start", "i8"), ("row", "i4"), ("length", "i4")])
@@ -228,18 +229,14 @@ class Table:
     """Arrays of one native call, and the addresses of them. Everything lives as long as the table.
 
     Args:
-        numel: elements of each row, shape ``(n,)``.
-        dtypes: codes of its operands' dtypes, shape ``(n, 5)``.
+        rows: records with numel and dtypes set, shape ``(n,)``; kept, not copied.
         layouts: words of a Layout record by row, for rows whose operands are not dense in one order.
         groups: number of parameter groups.
     """
 
-    def __init__(self, numel: Any, dtypes: Any, layouts: dict[int, list[int]], groups: int) -> None:
-        n = len(numel)
-        self.rows = np.zeros(n, dtype=ROW)
-        self.rows["numel"] = numel
-        if n:
-            self.rows["dtype"][:, :OPERANDS] = dtypes
+    def __init__(self, rows: np.ndarray[Any, Any], layouts: dict[int, list[int]], groups: int) -> None:
+        n = len(rows)
+        self.rows = rows
         self._layouts = np.zeros((max(1, len(layouts)), LAYOUT_WORDS), dtype=np.int64)
         for at, (row, words) in enumerate(layouts.items()):
             self._layouts[at] = words
@@ -305,9 +302,10 @@ def gradient_table(grads: list[Tensor]) -> tuple[Table, list[int]]:
             layouts[i] = order.layout
     chosen = np.flatnonzero(served)
     place = {int(i): row for row, i in enumerate(chosen)}
-    dtypes = np.zeros((len(chosen), OPERANDS), dtype=np.uint8)
-    dtypes[:, GRAD] = records["dtype"][chosen]
-    table = Table(records["numel"][chosen], dtypes, {place[i]: words for i, words in layouts.items()}, 1)
+    rows = np.zeros(len(chosen), dtype=ROW)
+    rows["numel"] = records["numel"][chosen]
+    rows["dtype"][:, GRAD] = records["dtype"][chosen]
+    table = Table(rows, {place[i]: words for i, words in layouts.items()}, 1)
     table.rows["grad"] = records["address"][chosen]
     table.rows["flags"] = ACTIVE
     table.hyper["clip"] = 1.0

@@ -62,7 +62,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subp
             "--optimizer",
             optimizer,
             "--run-dir",
-            optimizer,
+            f"run_{optimizer}",
             "--steps",
             "20",
             "--seed",
@@ -79,7 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, subp
             timeout=120,
         )
         assert result.returncode == 0, result.stderr
-        done[optimizer] = (there / optimizer, result)
+        done[optimizer] = (there / f"run_{optimizer}", result)
     return done
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors
-from ..backends import cpu, eager, fallback
+from ..request import Request
 from ..state import Loader
 from ..stats import StepStats
-from ..table import FINISH, MEASURE, UPDATE
+from . import execute
 from .rows import Row, RowSet
 from .rules import Rule
 
@@ -40,7 +39,7 @@ class Explanation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     backend: str
-    """"cpu" or "eager", or "torch" for torch's own single-tensor step."""
+    """"cpu", "triton" or "eager", or "torch" for torch's own single-tensor step."""
     reason: str
 
     def __str__(self) -> str:
@@ -136,6 +135,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         self._drop_options(self.param_groups[-1])
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        found: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Optimizer.state_dict."""
+        self._settle()
+        return super().state_dict()
+
+    def _settle(self) -> None:
+        """A momentum buffer that a skipped first step on a device left without a value is no state."""
+        if "_row_set" in self.__dict__:
+            self._rows().settle_devices()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for name, value in OPTIONS.items():
@@ -180,46 +194,26 @@ class FusedOptimizer(torch.optim.Optimizer):
         options = self.defaults
         rows = self._rows()
         grads = rows.refresh(self)
-        table, native, other = rows.table, len(rows.native), rows.other
-        rows.turn = (rows.turn + 1) % len(rows.ring)
-        out = rows.ring[rows.turn]
-        out.claim()
-        table.set_outputs(out.result_address, out.rows_address)
-
-        report: Tensor | None = self.__dict__.pop("_found_inf_report", None)
-        grad_scale = getattr(self, "grad_scale", None)
-        found_inf = getattr(self, "found_inf", None)
-        gated = options["max_grad_norm"] is not None or options["skip_nonfinite"] or report is not None
-        stats = options["stats"]
-
-        table.reset_control()
-        control = table.control
-        control["rule"] = self._rule.code
-        control["max_grad_norm"] = math.nan if options["max_grad_norm"] is None else options["max_grad_norm"]
-        control["grad_scale"] = 1.0 if grad_scale is None else float(grad_scale)
-        control["found_inf"] = 0.0 if found_inf is None else float(found_inf)
-        control["skip_nonfinite"] = options["skip_nonfinite"] or report is not None
-        control["update_stats"] = stats
-        control["clip_in_place"] = options["clip_in_place"]
-        control["grad_stats_in_update"] = stats and not gated
-        control["phases"] = (MEASURE if gated else 0) | FINISH | UPDATE
-        if other and (gated or stats):
-            fallback.measure(table, other, native, out)
-        if rows.eager or dispatch.native() is None:
-            eager.run(table, rows.native, grads, out)
+        ask = Request(
+            rule=self._rule.code,
+            max_grad_norm=options["max_grad_norm"],
+            skip_nonfinite=options["skip_nonfinite"],
+            stats=options["stats"],
+            clip_in_place=options["clip_in_place"],
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            report=self.__dict__.pop("_found_inf_report", None),
+        )
+        skipped = False  # as far as the host knows
+        if rows.devices:
+            execute.device_step(rows, grads, ask, self._rule, self.state, self.param_groups)
         else:
-            cpu.run(table)
-        skipped = bool(out["skipped"])
+            skipped = execute.host_step(rows, grads, ask, self._rule, self.state, self.param_groups)
+            rows.settle(skipped, grads)
         if not skipped:
-            if other:
-                fallback.update(table, other, native, out, self._rule, self.state, self.param_groups)
             self._raise_versions(rows, grads)
-        elif stats:
-            out.keep_param_norms(rows.ring[rows.turn - 1])
-        rows.settle(skipped, grads)
-        if report is not None:
-            report.fill_(out["found_inf"])
-        self.__dict__["_last_step"] = StepStats(out, partial(_stats_rows, self.param_groups, rows.all))
+        names = partial(_stats_rows, self.param_groups, rows.all)
+        self.__dict__["_last_step"] = StepStats(execute.buffers(rows), names)
 
     def _raise_versions(self, rows: RowSet, grads: list[Tensor | None]) -> None:
         """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
@@ -242,7 +236,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def explain(self) -> Explanations:
         """Which backend steps each parameter, and why. Parameters without a gradient say what they would get."""
         rows = self._rows()
-        known = {id(r.param): r for r in (*rows.native, *rows.other)}
+        known = {id(r.param): r for r in rows.all}
         out = Explanations()
         position = 0
         for g, group in enumerate(self.param_groups):

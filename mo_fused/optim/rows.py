@@ -6,6 +6,7 @@ their layouts, dtypes, state or groups changes, the rows are planned again (only
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -15,15 +16,19 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors, state
+from ..device_part import DevicePart
+from ..device_table import SOURCE_F64, Signature
 from ..layout import Plan, walking_order
 from ..stats import RING, StatsBuffer
 from ..table import (
     ACTIVE,
     FRESH,
     GRAD_SHARED,
+    HYPER,
     MISSING_GRADIENT,
     OPERANDS,
     RECORD,
+    ROW,
     ROWS_CHANGED,
     SCALES_SHARED,
     STEP_F64,
@@ -52,6 +57,8 @@ class Row:
     reason: str = ""
     plan: Plan | None = None
     fresh: bool = False  # the momentum buffer was made for this step and holds no value yet
+    fresh_flag: Tensor | None = None  # on a device: 1 while that is so, as only the device knows
+    fresh_slot: Tensor | None = None  # the buffer that the flag is about
     structure: Any = None  # what the group said when the plan was made
     key: list[int] = field(default_factory=list)  # layout hashes that the plan was made for: param, grad, slots, step
 
@@ -69,11 +76,16 @@ class RowSet:
         self._state: Any = None
         self._states: list[Any] = []
         self._cache: dict[int, Row] = {}
+        self._on_device: dict[torch.device, list[Row]] = {}
+        self.devices: list[DevicePart] = []
         self._unseen: list[Tensor] = []
         self._values: list[Any] = []
+        self._read_again: Sequence[int] = ()  # groups with a tensor whose value the host has to read every step
+        self._moved: dict[tuple[int, str], Tensor] = {}
         self._hyper_written = False
         self._all_active = True
-        self.native: list[Row] = []
+        self.native: list[Row] = []  # those of kernels and of the eager backend: first the host's, then each device's
+        self.host: list[Row] = []
         self.other: list[Row] = []
         self.all: list[Row] = []
         self._build([])
@@ -85,7 +97,7 @@ class RowSet:
         groups = optimizer.param_groups
         params = list(chain.from_iterable([g["params"] for g in groups]))
         values = [self._rule.values(g) for g in groups]
-        changed = values != self._values
+        changed = not _same(values, self._values)
         structure = [self._rule.structure(g) for g in groups] if changed else self._structure
         known = (
             same_items(params, self._params)
@@ -103,13 +115,16 @@ class RowSet:
             if grads is None:
                 raise errors.changed_meanwhile()
         if changed or not self._hyper_written:
-            self._write_hyper(groups, values)
+            self._write_hyper(groups, range(len(groups)))
+            self._values = values
+        elif self._read_again:
+            self._write_hyper(groups, self._read_again)
         return grads
 
     def _update_addresses(self) -> list[Tensor | None] | None:
         """Looks at all operands of the native rows; their gradients, or None when more than addresses changed."""
         grads, noticed = refresh_rows(
-            self.table.rows,
+            self.rows,
             self._row_params,
             self._row_states,
             self._keys,
@@ -128,23 +143,45 @@ class RowSet:
 
     def _mark_shared_gradients(self) -> None:
         """Parameters may be given one and the same gradient tensor; it is scaled once."""
-        flags = self.table.rows["flags"]
-        _, first, at, count = np.unique(
-            self.table.rows["grad"], return_index=True, return_inverse=True, return_counts=True
-        )
+        flags = self.rows["flags"]
+        _, first, at, count = np.unique(self.rows["grad"], return_index=True, return_inverse=True, return_counts=True)
         shared = (count[at] > 1) & (flags & ACTIVE != 0)
         flags |= np.where(shared, GRAD_SHARED, 0).astype(flags.dtype)
         flags[first] |= np.where(shared[first], SCALES_SHARED, 0).astype(flags.dtype)
 
-    def _write_hyper(self, groups: list[dict[str, Any]], values: list[Any]) -> None:
-        for i, group in enumerate(groups):
-            row = self.table.hyper[i]
-            for name, value in self._rule.hyper(group).items():
-                row[name] = value
-            row["clip"] = 1.0 if group.get("clip", True) else 0.0
-        # A tensor can be rewritten in place, so it is read again every step.
-        self._hyper_written = not any(_holds_tensor(v) for group in values for v in group)
-        self._values = values
+    def _write_hyper(self, groups: list[dict[str, Any]], which: Iterable[int]) -> None:
+        """Writes hyper-parameters as numbers, or, for a device, as the address of the tensor that holds them."""
+        again = []
+        host = self.table.hyper.view(np.float64).reshape(-1, len(HYPER))
+        for g in which:
+            fields = self._rule.hyper(groups[g])
+            fields["clip"] = 1.0 if groups[g].get("clip", True) else 0.0
+            tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+            reread = False
+            if self.host or self.other:
+                host[g, : len(_FIELDS)] = [float(fields.get(name, 0.0)) for name in _FIELDS]
+                reread = bool(tensors)
+            for part in self.devices:
+                sources = {n: self._source(part, (g, n), t) for n, t in tensors.items()}
+                reread |= any(not settled for _, settled in sources.values())
+                part.table.settings[1 + g, : len(_FIELDS)] = [
+                    0.0 if sources.get(n, (0, True))[0] else float(fields.get(n, 0.0)) for n in _FIELDS
+                ]
+                part.table.sources[1 + g, : len(_FIELDS)] = [sources.get(n, (0, True))[0] for n in _FIELDS]
+            if reread:
+                again.append(g)
+        self._read_again = again
+        self._hyper_written = True
+
+    def _source(self, part: DevicePart, key: tuple[int, str], value: Tensor) -> tuple[int, bool]:
+        """(address word of a tensor for the device to read, or 0; whether it holds for the next steps too)."""
+        if value.device != part.device and dispatch.is_cpu(value):
+            return 0, False
+        settled = value.device == part.device and value.dtype in (torch.float32, torch.float64)
+        if not settled:
+            dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+            value = self._moved[key] = value.detach().to(part.device, dtype, non_blocking=True)
+        return value.data_ptr() | (SOURCE_F64 if value.dtype == torch.float64 else 0), settled
 
     # -- when something changed ---------------------------------------------------------------------------------------
 
@@ -171,6 +208,7 @@ class RowSet:
             else:
                 row = self._row(optimizer, position, g, p, grad)
                 row.structure = structure[g]
+                self._keep_freshness(row, self._cache.get(id(p)))
             cache[id(p)] = row
             rows.append(row)
         self._cache = cache
@@ -178,9 +216,15 @@ class RowSet:
         self._params, self._sizes = params, [len(g["params"]) for g in groups]
         self._structure, self._unseen = structure, unseen
         self._state, self._states = optimizer.state, list(optimizer.state.values())
-        self.native = [r for r in rows if r.backend in ("cpu", "eager")]
+        self.host = [r for r in rows if r.backend in ("cpu", "eager")]
         self.other = [r for r in rows if r.backend == "torch"]
-        self.all = [*self.native, *self.other]  # in the order of the statistics' rows
+        self._on_device = {}
+        for r in rows:
+            if r.backend == "triton":
+                self._on_device.setdefault(r.param.device, []).append(r)
+        on_devices = list(chain.from_iterable(self._on_device.values()))
+        self.native = [*self.host, *on_devices]
+        self.all = [*self.host, *self.other, *on_devices]  # in the order of the statistics' rows
         self._build(groups)
 
     def _validate(self, optimizer: FusedOptimizer, entries: list[tuple[int, int, Tensor, Tensor | None]]) -> None:
@@ -253,6 +297,16 @@ class RowSet:
         row.plan = Plan(p.numel(), dtypes, order.layout)  # type: ignore[arg-type]
         return row
 
+    def _keep_freshness(self, row: Row, old: Row | None) -> None:
+        """A momentum buffer that a skipped first step left without a value is still fresh when it is planned again."""
+        if row.backend != "triton" or not self._rule.copies_first or not row.slots:
+            return
+        if row.fresh:
+            row.fresh_flag = torch.ones((), dtype=torch.int32, device=row.param.device)
+            row.fresh_slot = row.state[row.slots[0]]
+        elif old is not None and old.fresh_flag is not None and row.state.get(row.slots[0]) is old.fresh_slot:
+            row.fresh_flag, row.fresh_slot = old.fresh_flag, old.fresh_slot
+
     def _choose(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> tuple[str, str]:
         if group.get("differentiable"):
             return "torch", "differentiable=True needs a step that autograd can see"
@@ -296,21 +350,36 @@ class RowSet:
         self._keys = (*self._slot_keys, "step") if self._rule.has_step else self._slot_keys
         self._flags = np.zeros(n, dtype=np.int32)
         for i, r in enumerate(self.native):
-            if r.fresh:
+            if r.fresh and r.fresh_flag is None:
                 self._flags[i] |= FRESH
             if r.has_step and r.state["step"].dtype == torch.float64:
                 self._flags[i] |= STEP_F64
         plans = [r.plan for r in self.native if r.plan is not None]
-        layouts = {i: plan.layout for i, plan in enumerate(plans) if plan.layout is not None}
-        self.table = Table([p.numel for p in plans], [p.dtypes for p in plans], layouts, len(groups))
-        self.table.rows["group"] = [r.group for r in self.native]
+        self.rows = np.zeros(n, dtype=ROW)
+        self.rows["numel"] = [p.numel for p in plans]
+        if n:
+            self.rows["dtype"][:, :OPERANDS] = [p.dtypes for p in plans]
+        self.rows["group"] = [r.group for r in self.native]
+        self.rows["fresh"] = [0 if r.fresh_flag is None else r.fresh_flag.data_ptr() for r in self.native]
+        h = len(self.host)
+        self.table = Table(self.rows[:h], _layout_words(plans[:h]), len(groups))
+        self.devices = []
+        first = h
+        for device, rows in self._on_device.items():
+            last = first + len(rows)
+            mine = plans[first:last]
+            signatures = [_signature(r, p) for r, p in zip(rows, mine, strict=True)]
+            part = DevicePart(self.rows[first:last], signatures, _layout_words(mine), len(groups), device)
+            self.devices.append(part)
+            first = last
         self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)
         for i, r in enumerate(self.native):
             places = dict(zip(("param", "grad", *r.slots, *(("step",) if r.has_step else ())), r.key, strict=True))
             self._seen[:, i] = [places.get(key, 0) for key in ("param", "grad", *self._keys)]
         self._hyper_written = False
-        self.eager = any(r.backend == "eager" for r in self.native)
-        self.ring = [StatsBuffer(n + len(self.other)) for _ in range(RING)]
+        self._moved = {}
+        self.eager = any(r.backend == "eager" for r in self.host)
+        self.ring = [StatsBuffer(h + len(self.other)) for _ in range(RING)]
         self.turn = 0
 
     # -- after a step -------------------------------------------------------------------------------------------------
@@ -321,26 +390,64 @@ class RowSet:
             return self._row_params
         return [p for p, g in zip(self._row_params, grads, strict=True) if g is not None]
 
+    def _take_back(self, row: Row) -> None:
+        for key in row.slots:
+            row.state.pop(key, None)
+        if not row.state:
+            self._state.pop(row.param, None)
+        self._states = []  # plan again: the slot has to be made anew
+
+    def settle_devices(self) -> None:
+        """Asks the devices which momentum buffers still hold no value and takes those back (this waits for them)."""
+        unsettled = [r for r in self.native if r.fresh_flag is not None]
+        if not unsettled:
+            return
+        for row in unsettled:
+            assert row.fresh_flag is not None
+            if row.state.get(row.slots[0]) is row.fresh_slot and row.fresh_flag.item():
+                self._take_back(row)
+            else:
+                row.fresh = False
+        self._states = []  # plan again, without the flags
+        for row in unsettled:
+            row.fresh_flag = row.fresh_slot = None
+
     def settle(self, skipped: bool, grads: list[Tensor | None]) -> None:
-        """A first momentum buffer holds a value now, or is taken back when the step was skipped."""
+        """A first momentum buffer of the host holds a value now, or is taken back when the step was skipped."""
         if not (self._flags & FRESH).any():
             return
-        for i, (row, grad) in enumerate(zip(self.native, grads, strict=True)):
+        for i, (row, grad) in enumerate(zip(self.host, grads, strict=False)):
             if not row.fresh or grad is None:
                 continue
             if skipped:
-                for key in row.slots:
-                    row.state.pop(key, None)
-                if not row.state:
-                    self._state.pop(row.param, None)
-                self._states = []  # plan again: the slot has to be made anew
+                self._take_back(row)
             else:
                 row.fresh = False
                 self._flags[i] &= ~FRESH
 
 
-def _holds_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) or (isinstance(value, tuple) and any(_holds_tensor(v) for v in value))
+_FIELDS = HYPER.names[:12] if HYPER.names else ()
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Equality of nested sequences in which a tensor equals itself alone: comparing its value would wait for a device."""
+    if new is old:
+        return True
+    if type(new) is tuple or type(new) is list:
+        return type(new) is type(old) and len(new) == len(old) and all(map(_same, new, old))
+    if isinstance(new, Tensor) or isinstance(old, Tensor):
+        return False
+    return bool(new == old)
+
+
+def _signature(row: Row, plan: Plan) -> Signature:
+    there = 2 + len(row.slots)
+    codes = [*plan.dtypes[:there], *[-1] * (OPERANDS - there)]
+    return (codes[0], codes[1], codes[2], codes[3], codes[4])
+
+
+def _layout_words(plans: Sequence[Plan]) -> dict[int, list[int]]:
+    return {i: plan.layout for i, plan in enumerate(plans) if plan.layout is not None}
 
 
 def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:

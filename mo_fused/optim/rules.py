@@ -17,10 +17,6 @@ from .. import state
 Group = dict[str, Any]
 
 
-def _number(value: Any) -> float:
-    return float(value)
-
-
 class AdamRule:
     """Adam, AdamW and AMSGrad."""
 
@@ -47,14 +43,15 @@ class AdamRule:
     def values(self, group: Group) -> tuple[Any, ...]:
         return self._read(group), group.get("decoupled_weight_decay"), group.get("clip")
 
-    def hyper(self, group: Group) -> dict[str, float]:
+    def hyper(self, group: Group) -> dict[str, Any]:
+        """Fields of csrc/abi.h's Hyper: numbers, or tensors of one element."""
         beta1, beta2 = group["betas"]
         return {
-            "lr": _number(group["lr"]),
-            "beta1": _number(beta1),
-            "beta2": _number(beta2),
-            "eps": _number(group["eps"]),
-            "weight_decay": _number(group["weight_decay"]),
+            "lr": group["lr"],
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
             "maximize": float(bool(group["maximize"])),
             "decoupled": float(self.decoupled(group)),
             "amsgrad": float(bool(group["amsgrad"])),
@@ -109,12 +106,13 @@ class SGDRule:
     def values(self, group: Group) -> tuple[Any, ...]:
         return self._read(group), group.get("clip")
 
-    def hyper(self, group: Group) -> dict[str, float]:
+    def hyper(self, group: Group) -> dict[str, Any]:
+        """Fields of csrc/abi.h's Hyper: numbers, or tensors of one element."""
         return {
-            "lr": _number(group["lr"]),
-            "momentum": _number(group["momentum"]),
-            "dampening": _number(group["dampening"]),
-            "weight_decay": _number(group["weight_decay"]),
+            "lr": group["lr"],
+            "momentum": group["momentum"],
+            "dampening": group["dampening"],
+            "weight_decay": group["weight_decay"],
             "nesterov": float(bool(group["nesterov"])),
             "maximize": float(bool(group["maximize"])),
         }

@@ -1,0 +1,209 @@
+"""The Triton backend: launches the kernels of mo_fused.triton_kernels over a device table. Nothing here waits.
+
+Launches of a step, whatever the number of tensors and groups: one of statistics (when something needs them before the
+update) and one of the update per dtype signature and kind of addressing, one finish; with ``clip_in_place`` one more per
+signature, with ``stats`` one more in all.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..device_table import DeviceTable, Launch, Signature
+from ..request import Request
+
+THREADS = 128
+ROWS = 64
+TILE = 1024
+BYTES = {0: 4, 1: 2, 2: 2, 3: 8, -1: 1}
+# One launch holds at most this many registers a thread, so that six blocks of 128 threads fit on a multiprocessor.
+REGISTERS = 80
+
+
+@lru_cache(maxsize=1)
+def kernels() -> SimpleNamespace:
+    """The kernels, imported when they are first needed."""
+    from ..triton_kernels.adamw_kernel import adamw_kernel
+    from ..triton_kernels.finish_kernel import finish_kernel
+    from ..triton_kernels.grad_stats_kernel import grad_stats_kernel
+    from ..triton_kernels.partial_kernel import partial_kernel
+    from ..triton_kernels.scale_grad_kernel import scale_grad_kernel
+    from ..triton_kernels.sgd_kernel import sgd_kernel
+    from ..triton_kernels.update_norms_kernel import update_norms_kernel
+
+    return SimpleNamespace(
+        adamw=adamw_kernel,
+        finish=finish_kernel,
+        grad_stats=grad_stats_kernel,
+        partial=partial_kernel,
+        scale_grad=scale_grad_kernel,
+        sgd=sgd_kernel,
+        update_norms=update_norms_kernel,
+    )
+
+
+@lru_cache(maxsize=None)
+def shape(signature: Signature, sums: bool) -> dict[str, Any]:
+    """WIDTH, BLOCK and launch options: each thread takes 16 bytes of the widest operand at a time.
+
+    With statistics in the update, 16-bit tensors go by 8 bytes: eight sums in float64 would not fit into registers.
+    """
+    widest = max(BYTES[code] for code in signature)
+    width = 16 // max(widest, 4 if sums else 1)
+    options: dict[str, Any] = {"WIDTH": width, "BLOCK": THREADS * width, **fixed_options()}
+    if width == 8 and dispatch.is_nvidia():
+        options["maxnreg"] = REGISTERS
+    return options
+
+
+@lru_cache(maxsize=1)
+def fixed_options() -> dict[str, Any]:
+    """Nothing is ever fused; a block has 128 threads whatever the width of a warp."""
+    return {"num_warps": THREADS // dispatch.warp_size(), "enable_fp_fusion": False}
+
+
+def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
+    """Every launch of this backend: on the current device and its current stream."""
+    kernel[(programs,)](*args, **options)
+
+
+def _chosen(table: DeviceTable, one: Launch) -> tuple[int, int]:
+    return table.chunks_at, one.programs_at
+
+
+def measure(table: DeviceTable, stats_at: int, count_zeros: bool = False) -> None:
+    """Statistics of every gradient, chunk by chunk."""
+    for one in table.launches:
+        g = one.signature[1]
+        launch(
+            kernels().grad_stats,
+            one.programs,
+            table.rows_at,
+            table.settings_at,
+            *_chosen(table, one),
+            stats_at,
+            table.n_chunks,
+            G=g,
+            ALIGNED=one.aligned,
+            STRIDED=one.strided,
+            COUNT_ZEROS=count_zeros,
+            **shape((g, g, -1, -1, -1), False),
+        )
+
+
+def partial(table: DeviceTable, stats_at: int, out: Tensor) -> None:
+    """This device's share of the gradients' totals: five float64."""
+    launch(kernels().partial, 1, stats_at, table.n_chunks, out.data_ptr(), TILE=TILE, **fixed_options())
+
+
+def finish(
+    table: DeviceTable,
+    stats_at: int,
+    ask: Request,
+    measured: bool,
+    extras: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> None:
+    """Total norm, coefficient, skip decision, step counters and row scalars."""
+    rows = len(table.rows)
+    given = extras if norm is None else norm
+    launch(
+        kernels().finish,
+        max(1, -(-rows // ROWS)),
+        table.rows_at,
+        table.settings_at,
+        table.scalars_at,
+        stats_at,
+        rows,
+        table.n_chunks,
+        _address(ask.grad_scale),
+        _address(ask.found_inf),
+        _address(ask.report),
+        _address(given),
+        0 if extras is None else len(extras),
+        RULE=ask.rule,
+        MEASURED=measured,
+        NORM_GIVEN=norm is not None,
+        CLIPPING=ask.max_grad_norm is not None,
+        SKIP_NONFINITE=ask.skips_nonfinite,
+        FROM_TENSORS=table.from_tensors,
+        ROWS=ROWS,
+        TILE=TILE,
+        **fixed_options(),
+    )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
+    """The rule, over everything. ``sums``: 0 none, 1 those of the update, 2 also those of the gradient."""
+    for one in table.launches:
+        p, g, first, second, third = one.signature
+        common: dict[str, Any] = {
+            "P": p,
+            "G": g,
+            "ALIGNED": one.aligned,
+            "STRIDED": one.strided,
+            "SUMS": sums,
+            **shape(one.signature, sums != 0),
+        }
+        adam = ask.rule == 0
+        slots = {"M": first, "V": second, "W": third} if adam else {"B": first}
+        launch(
+            kernels().adamw if adam else kernels().sgd,
+            one.programs,
+            table.rows_at,
+            table.settings_at,
+            *_chosen(table, one),
+            table.scalars_at,
+            stats_at,
+            table.n_chunks,
+            **common,
+            **slots,
+        )
+
+
+def scale_gradients(table: DeviceTable, stats_at: int) -> None:
+    """Multiplies each gradient by its row's factor, in place."""
+    for one in table.launches:
+        g = one.signature[1]
+        options = {k: v for k, v in shape((g, g, -1, -1, -1), False).items() if k != "WIDTH"}
+        launch(
+            kernels().scale_grad,
+            one.programs,
+            table.rows_at,
+            *_chosen(table, one),
+            table.scalars_at,
+            stats_at,
+            G=g,
+            ALIGNED=one.aligned,
+            STRIDED=one.strided,
+            **options,
+        )
+
+
+def update_norms(table: DeviceTable, stats_at: int, before_at: int, gradients: bool) -> None:
+    """Norms of the update and of the parameters, after an update with sums."""
+    launch(
+        kernels().update_norms,
+        1,
+        stats_at,
+        before_at,
+        table.n_chunks,
+        GRADIENTS=gradients,
+        TILE=TILE,
+        **fixed_options(),
+    )
+
+
+def on_device_of(tensor: Tensor) -> Any:
+    """Context in which launches go to the tensor's device; nothing for the CPU's tensors of the interpreter."""
+    return torch.cuda.device_of(tensor)

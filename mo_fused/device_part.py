@@ -1,0 +1,153 @@
+"""The rows of one device: their table, their statistics, and the phases of a step in order. Nothing here waits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .backends import triton
+from .device_table import STAT_COLUMNS, DeviceTable, Signature
+from .request import Request
+from .stats import RESULT_AT, RESULT_WIDTH, RING, ROW, ROW_WIDTH
+
+_PARTIAL = 5
+
+
+class DeviceStats:
+    """One slot of a device's ring of statistics: a Result and the columns of every chunk."""
+
+    def __init__(self, table: DeviceTable, slot: int) -> None:
+        self._table = table
+        self.tensor = table.stats[slot]
+        self.address: int = self.tensor.data_ptr()
+        self.generation = 0
+        self.measured = self.updated = False
+        self._active = np.zeros(0, dtype=bool)
+
+    def claim(self, measured: bool, updated: bool) -> None:
+        self.generation += 1
+        self.measured, self.updated = measured, updated
+        self._active = (self._table.rows["flags"] & 1).astype(bool)
+
+    def field(self, name: str) -> Tensor:
+        """A 0-dim float64 on the device; a copy, because the slot is written again four steps later."""
+        return self.tensor[RESULT_AT[name]].clone()
+
+    def per_row(self) -> np.ndarray[Any, Any]:
+        """The RowStats of every row, summed from its chunks on the host (this waits for the device)."""
+        values = self.tensor.cpu().numpy()
+        scale = values[RESULT_AT["grad_scale"]]
+        columns = dict(zip(STAT_COLUMNS, values[RESULT_WIDTH:].reshape(len(STAT_COLUMNS), -1), strict=True))
+        rows = np.zeros((len(self._active), ROW_WIDTH))
+        out = dict(zip(ROW, rows.T, strict=True))
+        out["active"][:] = self._active
+        at = self._table.row_of_chunk
+        if self.measured:
+            top = np.full(len(rows), -(1 << 20))
+            np.maximum.at(top, at, np.where(columns["sumsq"] != 0, columns["exponent"], -(1 << 20)).astype(np.int64))
+            top = np.where(top == -(1 << 20), 0, top)
+            with np.errstate(all="ignore"):
+                shift = np.clip(columns["exponent"].astype(np.int64) - top[at], -4000, 0)
+                sums = np.bincount(at, np.ldexp(columns["sumsq"], shift), minlength=len(rows))
+                out["grad_norm"][:] = np.ldexp(np.sqrt(sums), top // 2) / scale
+                np.maximum.at(out["grad_amax"], at, columns["amax"])  # NaN stays
+                out["grad_amax"] /= scale
+            out["nonfinite"][:] = np.bincount(at, columns["nonfinite"], minlength=len(rows))
+            out["zeros"][:] = np.bincount(at, columns["zeros"], minlength=len(rows))
+        if self.updated:
+            for name, column in (("update_norm", "update"), ("stored_update_norm", "stored"), ("param_norm", "param")):
+                out[name][:] = np.sqrt(np.bincount(at, columns[column], minlength=len(rows)))
+        return rows
+
+
+class DevicePart:
+    """What a step does with the rows of one device."""
+
+    def __init__(
+        self,
+        rows: np.ndarray[Any, Any],
+        signatures: Sequence[Signature],
+        layouts: dict[int, list[int]],
+        groups: int,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self.table = DeviceTable(rows, signatures, layouts, groups, device, dispatch.multiprocessors(device))
+        self._ring = [DeviceStats(self.table, slot) for slot in range(RING)]
+        self._turn = 0
+        self._partial = torch.zeros(_PARTIAL, dtype=torch.float64, device=device)
+
+    @property
+    def stats(self) -> DeviceStats:
+        """The slot of the present step."""
+        return self._ring[self._turn]
+
+    def begin(self, ask: Request, first: bool) -> None:
+        """Sends what has changed and takes the next slot. ``first``: gradients are measured before the update."""
+        self._first = first
+        self._late_report = None
+        if ask.report is not None and not self._here(ask.report):
+            self._late_report = ask.report
+        self._ask = replace(
+            ask,
+            skip_nonfinite=ask.skips_nonfinite,
+            grad_scale=self._brought(ask.grad_scale),
+            found_inf=self._brought(ask.found_inf),
+            report=ask.report if self._late_report is None else None,
+        )
+        self.table.settings[0, 0] = math.nan if ask.max_grad_norm is None else ask.max_grad_norm
+        self.table.send()
+        self._turn = (self._turn + 1) % RING
+        self.stats.claim(ask.measured, ask.stats)
+
+    def _here(self, tensor: Tensor) -> bool:
+        return tensor.device == self.device and tensor.dtype == torch.float32
+
+    def _brought(self, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or self._here(tensor):
+            return tensor
+        return tensor.to(self.device, torch.float32, non_blocking=True)
+
+    def measure(self) -> None:
+        """Pass 1."""
+        with triton.on_device_of(self._partial):
+            triton.measure(self.table, self.stats.address)
+
+    def partial(self) -> Tensor:
+        """What these gradients add to the totals: sum of squares, its exponent, largest magnitude, non-finite, zeros."""
+        with triton.on_device_of(self._partial):
+            triton.partial(self.table, self.stats.address, self._partial)
+        return self._partial
+
+    def finish(self, extras: Sequence[Tensor] = ()) -> None:
+        """The decision and the scalars. ``extras``: the partials of gradients that are elsewhere."""
+        there = None
+        if extras:
+            there = torch.stack([e.to(self.device, non_blocking=True) for e in extras])
+        with triton.on_device_of(self._partial):
+            triton.finish(self.table, self.stats.address, self._ask, self._first, there)
+        if self._late_report is not None:
+            self._late_report.copy_(self.stats.tensor[RESULT_AT["found_inf"]])
+
+    def update(self) -> None:
+        """Pass 2, and what follows from its sums."""
+        ask, table, at = self._ask, self.table, self.stats.address
+        sums = 0 if not ask.stats else 1 if self._first else 2
+        with triton.on_device_of(self._partial):
+            triton.update(table, at, ask, sums)
+            if ask.clip_in_place:
+                triton.scale_gradients(table, at)
+            if sums:
+                before = self._ring[self._turn - 1]
+                triton.update_norms(table, at, before.address if before.updated else 0, sums == 2)
+
+    def measures_first(self, ask: Request) -> bool:
+        """Whether gradients are read before the update: something is decided by them, or float64 needs care."""
+        return ask.gated or (ask.stats and self.table.wide_gradients)

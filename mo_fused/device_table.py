@@ -1,0 +1,234 @@
+"""The table of a step on a device: rows and settings as the host knows them, what was sent, and who works on what.
+
+The host's arrays are compared with what the device holds, and only rows that differ are sent again. Work is cut into
+chunks, chunks are dealt out to programs, and programs of one dtype signature (and one kind of addressing) are a launch.
+Records are described in ``triton_kernels/_chunk.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .stats import RESULT_WIDTH, RING
+from .table import HYPER, LAYOUT_WORDS, ROW
+
+Signature = tuple[int, int, int, int, int]
+"""Codes of the dtypes of parameter, gradient and state slots (csrc/abi.h); -1: the row has no such operand."""
+
+SETTINGS_WORDS = 32
+CHUNK_WORDS = 4
+SCALARS = 16
+STAT_COLUMNS = ("sumsq", "exponent", "amax", "nonfinite", "zeros", "clips", "update", "stored", "param")
+SOURCE_F64 = 1 << 60
+
+MIN_CHUNK = 2048
+CHUNKS = 4096
+"""A chunk is the power of two of elements that makes about this many of all the work (and at least MIN_CHUNK)."""
+PROGRAMS_PER_MULTIPROCESSOR = 16
+CHUNK_COST = 1024
+"""What starting on a chunk costs, in elements: tiny tensors share a program by it."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Chunks of one dtype signature and one kind of addressing."""
+
+    signature: Signature
+    aligned: bool
+    """Every operand of every row begins at a multiple of 16 bytes."""
+    strided: bool
+    """Rows have Layout records: their operands are not dense in one order."""
+    programs: int
+    programs_at: int
+    """Device address of the edges of the programs' runs of chunks."""
+
+
+class Mirror:
+    """An array of the host and its copy on the device. Whole records are sent, from the first to the last that differs."""
+
+    def __init__(self, host: np.ndarray[Any, Any], device: torch.device) -> None:
+        self.host = host
+        self._words = host.view(np.int64).reshape(len(host), -1) if len(host) else np.zeros((0, 1), dtype=np.int64)
+        self._sent = np.full_like(self._words, -1)
+        self.tensor = torch.zeros(self._words.shape, dtype=torch.int64, device=device)
+        # A captured copy is repeated by every replay, so the memory that it reads is never written again.
+        self._for_capture = None if dispatch.is_cpu(self.tensor) else self._pinned(len(self._words))
+        self.sent_records = 0
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+    def _pinned(self, records: int) -> Tensor:
+        return torch.empty((records, self._words.shape[1]), dtype=torch.int64, pin_memory=True)
+
+    def send(self) -> bool:
+        """Brings the device up to date, in the order of the current stream; whether there was anything to send."""
+        differ = self._words != self._sent
+        if not differ.any():
+            return False
+        rows = np.flatnonzero(differ.any(axis=1))
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        self._sent[first:last] = self._words[first:last]
+        self.sent_records += last - first
+        if dispatch.is_cpu(self.tensor):
+            self.tensor[first:last] = torch.from_numpy(self._sent[first:last])
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            if self._for_capture is None:
+                raise RuntimeError("unreachable: a table is captured once between two steps outside of a capture")
+            staging, self._for_capture = self._for_capture[: last - first], None
+            self._captured = staging
+        else:
+            if self._for_capture is None:
+                self._for_capture = self._pinned(len(self._words))
+            staging = self._pinned(last - first)
+        staging.numpy()[:] = self._words[first:last]
+        self.tensor[first:last].copy_(staging, non_blocking=True)
+        return True
+
+
+def cut(numel: np.ndarray[Any, Any], chunk: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Rows of these sizes in pieces of ``chunk`` elements: (row of each chunk, its first element)."""
+    counts = -(-numel // chunk)
+    first = np.cumsum(counts) - counts
+    row = np.repeat(np.arange(len(numel)), counts)
+    return row, (np.arange(len(row)) - np.repeat(first, counts)) * chunk
+
+
+def chunk_elements(total: int) -> int:
+    """Elements of a chunk: it follows from the work alone, so that no sum depends on the number of multiprocessors."""
+    return max(MIN_CHUNK, 1 << max(0, (-(-total // CHUNKS) - 1)).bit_length())
+
+
+def deal(lengths: np.ndarray[Any, Any], multiprocessors: int) -> np.ndarray[Any, Any]:
+    """Edges of the programs' runs of chunks: runs of about equal cost, at most 16 a multiprocessor."""
+    cost = np.cumsum(lengths + CHUNK_COST)
+    programs = min(len(lengths), multiprocessors * PROGRAMS_PER_MULTIPROCESSOR)
+    targets = cost[-1] * np.arange(1, programs) / programs
+    inner = np.searchsorted(cost, targets, side="right")
+    return np.unique(np.concatenate([[0], inner, [len(lengths)]])).astype(np.int32)
+
+
+class DeviceTable:
+    """Rows of one device and everything that its kernels read.
+
+    Args:
+        rows: this device's part of the row records, which the optimizer goes on writing to; shape ``(n,)``.
+        signatures: of each row.
+        layouts: words of a Layout record by row, for rows whose operands are not dense in one order.
+        groups: number of parameter groups.
+        device: where the rows' tensors are.
+        multiprocessors: of that device.
+    """
+
+    def __init__(
+        self,
+        rows: np.ndarray[Any, Any],
+        signatures: Sequence[Signature],
+        layouts: dict[int, list[int]],
+        groups: int,
+        device: torch.device,
+        multiprocessors: int,
+    ) -> None:
+        assert rows.dtype == ROW
+        self.device = device
+        self.rows = rows
+        self._multiprocessors = multiprocessors
+        self._layouts = torch.tensor(list(layouts.values()) or [[0] * LAYOUT_WORDS], dtype=torch.int64).to(device)
+        for at, row in enumerate(layouts):
+            rows["layout"][row] = self._layouts[at].data_ptr()
+        self._kinds = sorted(set(signatures))
+        place = {s: i for i, s in enumerate(self._kinds)}
+        self._kind = np.array([place[s] for s in signatures], dtype=np.int64)
+        self._strided = rows["layout"] != 0
+        self.wide_gradients = any(s[1] == 3 for s in self._kinds)
+        self.row_of_chunk, self._start = cut(rows["numel"], chunk_elements(int(rows["numel"].sum())))
+        self.n_chunks = len(self._start)
+        size = chunk_elements(int(rows["numel"].sum()))
+        self._length = np.minimum(size, rows["numel"][self.row_of_chunk] - self._start)
+
+        self.settings = np.zeros((1 + groups, SETTINGS_WORDS), dtype=np.float64)
+        self.sources = self.settings.view(np.int64)[:, 16:]
+        self._rows_mirror = Mirror(rows, device)
+        self._settings_mirror = Mirror(self.settings, device)
+        self.scalars = torch.zeros((max(1, len(rows)), SCALARS), dtype=torch.float64, device=device)
+        width = RESULT_WIDTH + len(STAT_COLUMNS) * self.n_chunks
+        self.stats = torch.zeros((RING, width), dtype=torch.float64, device=device)
+        self._addressing: np.ndarray[Any, Any] | None = None
+        self.launches: list[Launch] = []
+        self._work: list[Tensor] = []  # what the launches' addresses belong to
+        self.chunks_at = 0
+
+    @property
+    def rows_at(self) -> int:
+        return self._rows_mirror.address
+
+    @property
+    def settings_at(self) -> int:
+        return self._settings_mirror.address
+
+    @property
+    def scalars_at(self) -> int:
+        return self.scalars.data_ptr()
+
+    @property
+    def sent_rows(self) -> int:
+        """How many rows were sent since the table was made."""
+        return self._rows_mirror.sent_records
+
+    def hyper(self, group: int) -> np.ndarray[Any, Any]:
+        """The hyper-parameters of a group as one record (csrc/abi.h's Hyper)."""
+        return self.settings[1 + group : 2 + group, :16].view(HYPER)[0]
+
+    @property
+    def from_tensors(self) -> bool:
+        """Some hyper-parameter is to be read from a tensor on the device."""
+        return bool(self.sources[1:].any())
+
+    def send(self) -> None:
+        """Brings the device up to date after the host's rows or settings were written."""
+        if self._rows_mirror.send():
+            self._arrange()
+        self._settings_mirror.send()
+
+    def _arrange(self) -> None:
+        """Decides on the launches again when a tensor came to lie, or no longer lies, at a multiple of 16 bytes."""
+        r = self.rows
+        addresses = r["param"] | r["grad"] | r["state"][:, 0] | r["state"][:, 1] | r["state"][:, 2]
+        aligned = ((addresses & 15) == 0) & ~self._strided
+        kind = (self._kind * 2 + self._strided) * 2 + aligned
+        if self._addressing is not None and np.array_equal(kind, self._addressing):
+            return
+        self._addressing = kind
+        of_chunk = kind[self.row_of_chunk]
+        order = np.argsort(of_chunk, kind="stable")
+        chunks = np.stack([self._start, self.row_of_chunk, self._length, np.arange(self.n_chunks)], axis=1)[order]
+        edges: list[np.ndarray[Any, Any]] = []
+        plans: list[tuple[int, int]] = []  # kind, programs
+        for k in np.unique(of_chunk).tolist():
+            mine = np.flatnonzero(of_chunk[order] == k)
+            runs = deal(self._length[order][mine], self._multiprocessors)
+            edges.append(runs + np.int32(mine[0]))
+            plans.append((k, len(runs) - 1))
+        chunks_tensor = self._to_device(chunks.astype(np.int64))
+        edges_tensor = self._to_device(np.concatenate(edges) if edges else np.zeros(1, dtype=np.int32))
+        self._work = [chunks_tensor, edges_tensor]
+        self.chunks_at = chunks_tensor.data_ptr()
+        self.launches = []
+        at = edges_tensor.data_ptr()
+        for k, programs in plans:
+            signature = self._kinds[k >> 2]
+            self.launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at))
+            at += 4 * (programs + 1)
+
+    def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if dispatch.is_cpu(self.scalars) else tensor.pin_memory().to(self.device, non_blocking=True)

@@ -1,0 +1,144 @@
+"""One step over rows that lie where they lie: on the host, on devices, and those that torch itself has to step.
+
+While everything is on one device nothing waits for it. As soon as the host steps rows too, it has to know the decision
+that the devices' gradients take part in, and waits for them once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from ..backends import cpu, eager, fallback
+from ..backends.eager import ScaledSum, larger
+from ..request import Request
+from ..stats import Buffer, StatsBuffer
+from ..table import FINISH, MEASURE, UPDATE
+from .rows import RowSet
+from .rules import Rule
+
+Groups = list[dict[str, Any]]
+
+
+def host_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: Groups) -> bool:
+    """A step of rows on the host alone; whether it was skipped."""
+    out = _claim(rows)
+    control = _control(rows, ask)
+    control["grad_stats_in_update"] = ask.stats and not ask.gated
+    if rows.other and ask.measured:
+        fallback.measure(rows.table, rows.other, len(rows.host), out)
+    control["phases"] = (MEASURE if ask.gated else 0) | FINISH | UPDATE
+    _run_host(rows, grads, out)
+    return _after_host(rows, ask, rule, state, groups, out)
+
+
+def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: Groups) -> None:
+    """A step in which devices take part."""
+    parts = rows.devices
+    if len(parts) == 1 and not rows.host and not rows.other:
+        part = parts[0]
+        first = part.measures_first(ask)
+        part.begin(ask, first)
+        if first:
+            part.measure()
+        part.finish()
+        part.update()
+        return
+    for part in parts:
+        part.begin(ask, first=ask.measured)
+    partials: list[Tensor] = []
+    if ask.measured:
+        for part in parts:
+            part.measure()
+        partials = [part.partial() for part in parts]
+    on_host = None
+    if rows.host or rows.other:
+        out = _claim(rows)
+        control = _control(rows, ask)
+        on_host = _measure_host(rows, grads, ask, out) if ask.measured else None
+    for i, part in enumerate(parts):
+        elsewhere = [p for j, p in enumerate(partials) if j != i]
+        if on_host is not None:
+            elsewhere.append(torch.tensor(on_host, dtype=torch.float64))
+        part.finish(elsewhere)
+    for part in parts:
+        part.update()
+    if not (rows.host or rows.other):
+        return
+    if on_host is not None:
+        total, amax, nonfinite, zeros = ScaledSum(), 0.0, 0.0, 0.0
+        for sumsq, exponent, largest, bad, zero in [on_host, *(p.tolist() for p in partials)]:
+            total.add(sumsq, int(exponent))
+            amax, nonfinite, zeros = larger(amax, largest), nonfinite + bad, zeros + zero
+        scale = float(control["grad_scale"][0])
+        out["grad_norm"], out["grad_amax"] = total.norm() / scale, amax / scale
+        out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
+    control["phases"] = FINISH | UPDATE
+    _run_host(rows, grads, out)
+    skipped = _after_host(rows, ask, rule, state, groups, out)
+    rows.settle(skipped, grads)
+
+
+def buffers(rows: RowSet) -> list[Buffer]:
+    """Where the statistics of the last step are: the devices' first, because theirs are on the optimizer's device."""
+    devices: list[Buffer] = [part.stats for part in rows.devices]
+    return [*devices, rows.ring[rows.turn]] if rows.host or rows.other or not devices else devices
+
+
+def _claim(rows: RowSet) -> StatsBuffer:
+    rows.turn = (rows.turn + 1) % len(rows.ring)
+    out = rows.ring[rows.turn]
+    out.claim()
+    rows.table.set_outputs(out.result_address, out.rows_address)
+    return out
+
+
+def _control(rows: RowSet, ask: Request) -> Any:
+    rows.table.reset_control()
+    control = rows.table.control
+    control["rule"] = ask.rule
+    control["max_grad_norm"] = math.nan if ask.max_grad_norm is None else ask.max_grad_norm
+    control["grad_scale"] = 1.0 if ask.grad_scale is None else float(ask.grad_scale)
+    control["found_inf"] = 0.0 if ask.found_inf is None else float(ask.found_inf)
+    control["skip_nonfinite"] = ask.skips_nonfinite
+    control["update_stats"] = ask.stats
+    control["clip_in_place"] = ask.clip_in_place
+    return control
+
+
+def _run_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> None:
+    if rows.eager or dispatch.native() is None:
+        eager.run(rows.table, rows.host, grads[: len(rows.host)], out)
+    else:
+        cpu.run(rows.table)
+
+
+def _measure_host(rows: RowSet, grads: list[Tensor | None], ask: Request, out: StatsBuffer) -> list[float]:
+    """Pass 1 of the host's rows and torch's: (sum of squares, its exponent, largest magnitude, non-finite, zeros)."""
+    control = rows.table.control
+    scale = float(control["grad_scale"][0])
+    if rows.other:
+        fallback.measure(rows.table, rows.other, len(rows.host), out)
+    control["phases"] = MEASURE
+    _run_host(rows, grads, out)
+    norm = out["grad_norm"] * scale
+    fraction, exponent = math.frexp(norm)
+    if not math.isfinite(norm):
+        fraction, exponent = norm, 0
+    return [fraction * fraction, 2.0 * exponent, out["grad_amax"] * scale, out["nonfinite"], out["zeros"]]
+
+
+def _after_host(rows: RowSet, ask: Request, rule: Rule, state: Any, groups: Groups, out: StatsBuffer) -> bool:
+    skipped = bool(out["skipped"])
+    if not skipped:
+        if rows.other:
+            fallback.update(rows.table, rows.other, len(rows.host), out, rule, state, groups)
+    elif ask.stats:
+        out.keep_param_norms(rows.ring[rows.turn - 1])
+    if ask.report is not None:
+        ask.report.fill_(out["found_inf"])
+    return skipped

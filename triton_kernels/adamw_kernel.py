@@ -1,0 +1,142 @@
+"""Adam / AdamW / AMSGrad update of all chunks of one dtype signature.
+
+Formula: _rules.py, adamw_update. Reference: mo_fused/reference.py, bit for bit.
+Bytes per element, read + written: fp32 16 + 12, bf16 and fp16 8 + 6, bf16 with fp32 moments 12 + 10, fp64 32 + 24;
+  AMSGrad adds one moment each way. The gradient is read once and never written.
+Assumes of the table: row scalars prepared by the finish of this step, no two rows share written memory, and, where
+  ALIGNED, every operand at a multiple of 16 bytes.
+"""
+
+import triton
+import triton.language as tl
+
+from . import _chunk as t
+from ._rules import F64, NONE, adamw_update, narrow, widen
+from ._update_sums import add_sums, no_sums, store_sums
+
+
+@triton.jit
+def adamw_tile(
+    at,
+    layout,
+    start,
+    index,
+    length,
+    scalars,
+    sums,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    STRIDED: tl.constexpr,
+    SUMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    COMPUTE: tl.constexpr = tl.float64 if P == F64 else tl.float32
+    inside = index < length
+    p_off = t.place(layout, index, start, t.PARAM, STRIDED)
+    m_off = t.place(layout, index, start, t.STATE0, STRIDED)
+    v_off = t.place(layout, index, start, t.STATE1, STRIDED)
+    p = t.load_tile(at[0], p_off, inside, P, COMPUTE, MASKED)
+    g = t.load_tile(at[1], t.place(layout, index, start, t.GRAD, STRIDED), inside, G, COMPUTE, MASKED)
+    m = t.load_tile(at[2], m_off, inside, M, COMPUTE, MASKED)
+    v = t.load_tile(at[3], v_off, inside, V, COMPUTE, MASKED)
+    w = v
+    if W != NONE:
+        w_off = t.place(layout, index, start, t.STATE2, STRIDED)
+        w = t.load_tile(at[4], w_off, inside, W, COMPUTE, MASKED)
+    new_p, m, v, w, update = adamw_update(
+        p,
+        g,
+        m,
+        v,
+        w,
+        scalars[0],
+        scalars[1],
+        scalars[2],
+        scalars[3],
+        scalars[4],
+        scalars[5],
+        scalars[6],
+        scalars[7],
+        scalars[8],
+        scalars[9],
+        W != NONE,
+    )
+    t.store_tile(at[0], p_off, inside, new_p, P, MASKED)
+    t.store_tile(at[2], m_off, inside, m, M, MASKED)
+    t.store_tile(at[3], v_off, inside, v, V, MASKED)
+    if W != NONE:
+        t.store_tile(at[4], w_off, inside, w, W, MASKED)
+    if SUMS != 0:
+        kept = widen(narrow(new_p, P), P, COMPUTE)
+        sums = add_sums(sums, g, update, kept - p, kept, inside, SUMS, WIDTH)
+    return sums
+
+
+@triton.jit
+def adamw_kernel(
+    rows: "i64",
+    settings: "i64",
+    chunks: "i64",
+    programs: "i64",
+    row_scalars: "i64",
+    stats: "i64",
+    n_chunks: "i32",
+    P: tl.constexpr,
+    G: tl.constexpr,
+    M: tl.constexpr,
+    V: tl.constexpr,
+    W: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STRIDED: tl.constexpr,
+    SUMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    COMPUTE: tl.constexpr = tl.float64 if P == F64 else tl.float32
+    first, last = t.work(programs)
+    if tl.load(t.doubles(stats) + t.SKIPPED) != 0.0:
+        last = first
+    for c in range(first, last):
+        start, row_index, length, slot = t.chunk_at(chunks, c)
+        row = t.row_at(rows, row_index)
+        sums = no_sums(BLOCK // WIDTH)
+        if (t.flags_of(row) & t.ACTIVE) != 0:
+            s = t.doubles(row_scalars) + row_index * t.SCALARS
+            coef = tl.load(s).to(COMPUTE)
+            beta1 = tl.load(s + 2).to(COMPUTE)
+            rest1 = tl.load(s + 3).to(COMPUTE)
+            beta2 = tl.load(s + 4).to(COMPUTE)
+            rest2 = tl.load(s + 5).to(COMPUTE)
+            eps = tl.load(s + 6).to(COMPUTE)
+            inv_sqrt_bc2 = tl.load(s + 7).to(COMPUTE)
+            step_size = tl.load(s + 8).to(COMPUTE)
+            decay = tl.load(s + 9).to(COMPUTE)
+            l2 = tl.load(s + 10).to(COMPUTE)
+            scalars = (coef, beta1, rest1, beta2, rest2, eps, inv_sqrt_bc2, step_size, decay, l2)
+            layout = tl.load(row + t.LAYOUT)
+            from_here = start
+            if STRIDED:
+                from_here = start * 0
+            at = (
+                t.operand(tl.load(row + t.PARAM), from_here, P, ALIGNED),
+                t.operand(tl.load(row + t.GRAD), from_here, G, ALIGNED),
+                t.operand(tl.load(row + t.STATE0), from_here, M, ALIGNED),
+                t.operand(tl.load(row + t.STATE1), from_here, V, ALIGNED),
+                t.operand(tl.load(row + t.STATE2), from_here, W, ALIGNED),
+            )
+            lane = tl.arange(0, BLOCK)
+            whole = length // BLOCK * BLOCK
+            for i in range(0, whole, BLOCK):
+                sums = adamw_tile(
+                    at, layout, start, i + lane, length, scalars, sums, P, G, M, V, W, STRIDED, SUMS, WIDTH, False
+                )
+            if whole < length:
+                sums = adamw_tile(
+                    at, layout, start, whole + lane, length, scalars, sums, P, G, M, V, W, STRIDED, SUMS, WIDTH, True
+                )
+        if SUMS != 0:
+            store_sums(stats, slot, n_chunks, sums, t.group_clips(settings, row), SUMS, P == F64)

@@ -1,0 +1,110 @@
+"""SGD update of all chunks of one dtype signature, with or without a momentum buffer.
+
+Formula: _rules.py, sgd_update. Reference: mo_fused/reference.py, bit for bit.
+Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2.
+Assumes of the table: row scalars prepared by the finish of this step; B is NONE for rows without momentum, and the
+  contents of a buffer that the finish called fresh are ignored.
+"""
+
+import triton
+import triton.language as tl
+
+from . import _chunk as t
+from ._rules import F64, NONE, narrow, sgd_update, widen
+from ._update_sums import add_sums, no_sums, store_sums
+
+
+@triton.jit
+def sgd_tile(
+    at,
+    layout,
+    start,
+    index,
+    length,
+    s,
+    sums,
+    P: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
+    STRIDED: tl.constexpr,
+    SUMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    COMPUTE: tl.constexpr = tl.float64 if P == F64 else tl.float32
+    inside = index < length
+    p_off = t.place(layout, index, start, t.PARAM, STRIDED)
+    p = t.load_tile(at[0], p_off, inside, P, COMPUTE, MASKED)
+    g = t.load_tile(at[1], t.place(layout, index, start, t.GRAD, STRIDED), inside, G, COMPUTE, MASKED)
+    buf = g
+    if B != NONE:
+        b_off = t.place(layout, index, start, t.STATE0, STRIDED)
+        buf = t.load_tile(at[2], b_off, inside, B, COMPUTE, MASKED)
+    new_p, buf, update = sgd_update(p, g, buf, s[0], s[1], s[2], s[3], s[4], s[5], s[6], B != NONE)
+    t.store_tile(at[0], p_off, inside, new_p, P, MASKED)
+    if B != NONE:
+        t.store_tile(at[2], b_off, inside, buf, B, MASKED)
+    if SUMS != 0:
+        kept = widen(narrow(new_p, P), P, COMPUTE)
+        sums = add_sums(sums, g, update, kept - p, kept, inside, SUMS, WIDTH)
+    return sums
+
+
+@triton.jit
+def sgd_kernel(
+    rows: "i64",
+    settings: "i64",
+    chunks: "i64",
+    programs: "i64",
+    row_scalars: "i64",
+    stats: "i64",
+    n_chunks: "i32",
+    P: tl.constexpr,
+    G: tl.constexpr,
+    B: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STRIDED: tl.constexpr,
+    SUMS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    COMPUTE: tl.constexpr = tl.float64 if P == F64 else tl.float32
+    first, last = t.work(programs)
+    if tl.load(t.doubles(stats) + t.SKIPPED) != 0.0:
+        last = first
+    for c in range(first, last):
+        start, row_index, length, slot = t.chunk_at(chunks, c)
+        row = t.row_at(rows, row_index)
+        sums = no_sums(BLOCK // WIDTH)
+        if (t.flags_of(row) & t.ACTIVE) != 0:
+            s = t.doubles(row_scalars) + row_index * t.SCALARS
+            scalars = (
+                tl.load(s).to(COMPUTE),
+                tl.load(s + 2).to(COMPUTE),
+                tl.load(s + 3).to(COMPUTE),
+                tl.load(s + 4).to(COMPUTE),
+                tl.load(s + 5).to(COMPUTE),
+                tl.load(s + 6),
+                tl.load(s + 7),
+            )
+            layout = tl.load(row + t.LAYOUT)
+            from_here = start
+            if STRIDED:
+                from_here = start * 0
+            at = (
+                t.operand(tl.load(row + t.PARAM), from_here, P, ALIGNED),
+                t.operand(tl.load(row + t.GRAD), from_here, G, ALIGNED),
+                t.operand(tl.load(row + t.STATE0), from_here, B, ALIGNED),
+            )
+            lane = tl.arange(0, BLOCK)
+            whole = length // BLOCK * BLOCK
+            for i in range(0, whole, BLOCK):
+                sums = sgd_tile(
+                    at, layout, start, i + lane, length, scalars, sums, P, G, B, STRIDED, SUMS, WIDTH, False
+                )
+            if whole < length:
+                sums = sgd_tile(
+                    at, layout, start, whole + lane, length, scalars, sums, P, G, B, STRIDED, SUMS, WIDTH, True
+                )
+        if SUMS != 0:
+            store_sums(stats, slot, n_chunks, sums, t.group_clips(settings, row), SUMS, P == F64)
