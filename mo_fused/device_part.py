@@ -105,7 +105,7 @@ class DevicePart:
         self.table.settings[0, 0] = math.nan if ask.max_grad_norm is None else ask.max_grad_norm
         self.table.send()
         self._turn = (self._turn + 1) % RING
-        self.stats.claim(ask.measured, ask.stats)
+        self.stats.claim(first or ask.measured, ask.stats)
 
     def _here(self, tensor: Tensor) -> bool:
         return tensor.device == self.device and tensor.dtype == torch.float32
@@ -115,26 +115,37 @@ class DevicePart:
             return tensor
         return tensor.to(self.device, torch.float32, non_blocking=True)
 
-    def measure(self) -> None:
+    def measure(self, count_zeros: bool = False) -> None:
         """Pass 1."""
         with triton.on_device_of(self._partial):
-            triton.measure(self.table, self.stats.address)
+            triton.measure(self.table, self.stats.address, count_zeros)
 
     def partial(self) -> Tensor:
-        """What these gradients add to the totals: sum of squares, its exponent, largest magnitude, non-finite, zeros."""
+        """What these gradients add to the totals: sum of squares, its exponent, largest magnitude, counts.
+
+        Shape ``(5,)``, float64.
+        """
         with triton.on_device_of(self._partial):
             triton.partial(self.table, self.stats.address, self._partial)
         return self._partial
 
-    def finish(self, extras: Sequence[Tensor] = ()) -> None:
-        """The decision and the scalars. ``extras``: the partials of gradients that are elsewhere."""
+    def finish(self, extras: Sequence[Tensor] = (), norm: Tensor | None = None) -> None:
+        """The decision and the scalars. ``extras``: the partials of gradients that are elsewhere.
+
+        ``norm``: the total norm where it is known already (0-dim float64 on this device).
+        """
         there = None
         if extras:
             there = torch.stack([e.to(self.device, non_blocking=True) for e in extras])
         with triton.on_device_of(self._partial):
-            triton.finish(self.table, self.stats.address, self._ask, self._first, there)
+            triton.finish(self.table, self.stats.address, self._ask, self._first, there, norm)
         if self._late_report is not None:
             self._late_report.copy_(self.stats.tensor[RESULT_AT["found_inf"]])
+
+    def scale_gradients(self) -> None:
+        """Multiplies each gradient by its row's factor, in place."""
+        with triton.on_device_of(self._partial):
+            triton.scale_gradients(self.table, self.stats.address)
 
     def update(self) -> None:
         """Pass 2, and what follows from its sums."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from . import dispatch
 from .stats import RESULT_WIDTH, RING
-from .table import HYPER, LAYOUT_WORDS, ROW
+from .table import LAYOUT_WORDS, ROW
 
 Signature = tuple[int, int, int, int, int]
 """Codes of the dtypes of parameter, gradient and state slots (csrc/abi.h); -1: the row has no such operand."""
@@ -51,7 +51,7 @@ class Launch:
 
 
 class Mirror:
-    """An array of the host and its copy on the device. Whole records are sent, from the first to the last that differs."""
+    """An array of the host and its copy on the device. Sent is what lies from the first to the last changed record."""
 
     def __init__(self, host: np.ndarray[Any, Any], device: torch.device) -> None:
         self.host = host
@@ -183,10 +183,6 @@ class DeviceTable:
     def sent_rows(self) -> int:
         """How many rows were sent since the table was made."""
         return self._rows_mirror.sent_records
-
-    def hyper(self, group: int) -> np.ndarray[Any, Any]:
-        """The hyper-parameters of a group as one record (csrc/abi.h's Hyper)."""
-        return self.settings[1 + group : 2 + group, :16].view(HYPER)[0]
 
     @property
     def from_tensors(self) -> bool:

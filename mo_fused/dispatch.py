@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
@@ -80,6 +80,11 @@ def triton_interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
+def stream(device: torch.device) -> int:
+    """The device's current stream, as a number; 0 for the CPU."""
+    return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
+
+
 def is_nvidia() -> bool:
     """Whether this build of torch drives NVIDIA's GPUs."""
     return torch.version.cuda is not None
@@ -93,7 +98,7 @@ def warp_size() -> int:
     return 32
 
 
-@lru_cache(maxsize=None)
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors (compute units) of a GPU; 2 for the CPU, on which the interpreter runs."""
     if device.type == "cpu":

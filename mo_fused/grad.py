@@ -15,6 +15,7 @@ from torch import Tensor
 from . import dispatch, reference
 from .backends import cpu
 from .backends.eager import ScaledSum, clip_coefficient, larger
+from .device_gradients import DeviceGradients, on_one_device
 from .stats import GradStats, StatsBuffer
 from .table import FINISH, MEASURE, ROW, SCALE, Table, gradient_table
 
@@ -22,7 +23,7 @@ _INF = float("inf")
 
 
 class _Measurement:
-    """One read of many gradients: the native rows through the kernels, whatever else there is through torch."""
+    """One read of many gradients by the host: the native rows through the kernels, whatever else through torch."""
 
     def __init__(self, grads: list[Tensor | None]) -> None:
         there = [g for g in grads if g is not None]
@@ -101,16 +102,14 @@ def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
             measured, of other tensors their values. Any shapes, strides, dtypes and devices.
 
     Returns:
-        GradStats; a parameter without gradient counts as empty.
+        GradStats; a parameter without gradient counts as empty. For gradients on a GPU this waits for it once.
     """
     items = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     grads: list[Tensor | None] = [
         t.grad if isinstance(t, torch.nn.Parameter) or (t.requires_grad and t.is_leaf) else t.detach() for t in items
     ]
-    measured = _Measurement(grads)
     with torch.no_grad():
-        measured.run(MEASURE)
-    rows = measured.rows()
+        total, amax, rows = _measured_rows(grads)
     norms, amaxes, nonfinite, zeros = ([r[k] for r in rows] for k in range(4))
     device = next((g.device for g in grads if g is not None), torch.device("cpu"))
 
@@ -118,8 +117,8 @@ def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
         return torch.tensor(value, dtype=dtype, device=device)
 
     return GradStats(
-        total_norm=tensor(measured.total, torch.float64),
-        amax=tensor(measured.amax, torch.float64),
+        total_norm=tensor(total, torch.float64),
+        amax=tensor(amax, torch.float64),
         nonfinite=tensor(sum(nonfinite), torch.int64),
         zeros=tensor(sum(zeros), torch.int64),
         norms=tensor(norms, torch.float64),
@@ -127,6 +126,24 @@ def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
         nonfinites=tensor(nonfinite, torch.int64),
         zero_counts=tensor(zeros, torch.int64),
     )
+
+
+def _measured_rows(grads: list[Tensor | None]) -> tuple[float, float, list[tuple[float, float, int, int]]]:
+    """(total norm, largest magnitude, (norm, largest magnitude, non-finite, zero elements) of each)."""
+    there = [g for g in grads if g is not None]
+    device = on_one_device(there)
+    if device is None:
+        measured = _Measurement(grads)
+        measured.run(MEASURE)
+        return measured.total, measured.amax, measured.rows()
+    stats = device.measure(count_zeros=True)
+    values = iter(stats.per_row()[:, :4].tolist())
+    rows = [(0.0, 0.0, 0, 0) if g is None else _row(next(values)) for g in grads]
+    return float(stats.field("grad_norm")), float(stats.field("grad_amax")), rows
+
+
+def _row(values: list[float]) -> tuple[float, float, int, int]:
+    return values[0], values[1], int(values[2]), int(values[3])
 
 
 def _as_list(tensors: Tensor | Iterable[Tensor], stacklevel: int) -> list[Tensor]:
@@ -149,13 +166,27 @@ def _served(grads: list[Tensor], norm_type: float) -> bool:
     )
 
 
-def _norm_tensor(value: float, grads: list[Tensor]) -> Tensor:
+def _norm_dtype(grads: list[Tensor]) -> torch.dtype:
     dtype = grads[0].dtype
     for g in grads[1:]:
         dtype = torch.promote_types(dtype, g.dtype)
     if dtype == torch.float16:
         dtype = torch.float32  # fp16 ends at 65504: a finite norm would be returned as infinity
-    return torch.tensor(value, dtype=dtype, device=grads[0].device)
+    return dtype
+
+
+def _norm_tensor(value: float, grads: list[Tensor]) -> Tensor:
+    return torch.tensor(value, dtype=_norm_dtype(grads), device=grads[0].device)
+
+
+def _device_norm(
+    device: DeviceGradients, grads: list[Tensor], norm_type: float, error_if_nonfinite: bool, max_norm: float | None
+) -> Tensor:
+    """The norm as a tensor on the gradients' device; only ``error_if_nonfinite`` waits for it."""
+    norm = device.measure(max_norm).field("grad_norm" if norm_type == 2.0 else "grad_amax")
+    if error_if_nonfinite:
+        _check_finite(float(norm), norm_type)
+    return norm.to(_norm_dtype(grads))
 
 
 def _check_finite(norm: float, norm_type: float) -> None:
@@ -175,7 +206,7 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """torch.nn.utils.get_total_norm in one read of each tensor.
+    """torch.nn.utils.get_total_norm in one read of each tensor. On a GPU it does not wait, except to raise an error.
 
     Args:
         tensors: a tensor or an iterable of tensors.
@@ -192,6 +223,9 @@ def get_total_norm(
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
+    device = on_one_device(grads) if norm_type in (2.0, _INF) else None
+    if device is not None:
+        return _device_norm(device, grads, norm_type, error_if_nonfinite, None)
     if not _served(grads, norm_type):
         return torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     measured = _Measurement(list(grads))
@@ -223,6 +257,12 @@ def clip_grads_with_norm_(
     grads = [p.grad for p in items if p.grad is not None]
     if not grads:
         return
+    device = on_one_device(grads) if type(total_norm) is Tensor else None
+    if device is not None and device.writable:
+        device.use_norm(total_norm, float(max_norm))
+        device.scale()
+        torch.autograd.graph.increment_version(grads)
+        return
     if not _served(grads, 2.0) or type(total_norm) is not Tensor:
         torch.nn.utils.clip_grads_with_norm_(items, max_norm, total_norm, foreach)
         return
@@ -239,7 +279,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """torch.nn.utils.clip_grad_norm_: reads each gradient once, and writes it only when it clips.
 
-    With this package's optimizers ``max_grad_norm=`` does the same without writing at all.
+    With this package's optimizers ``max_grad_norm=`` does the same without writing at all. On a GPU nothing waits, but
+    for ``error_if_nonfinite``.
 
     Args:
         parameters: a tensor or an iterable of tensors whose ``.grad`` is clipped in place.
@@ -256,6 +297,14 @@ def clip_grad_norm_(
     norm_type, max_norm = float(norm_type), float(max_norm)
     if not grads:
         return torch.tensor(0.0)
+    device = on_one_device(grads) if norm_type in (2.0, _INF) else None
+    if device is not None and device.writable:
+        norm = _device_norm(device, grads, norm_type, error_if_nonfinite, max_norm if norm_type == 2.0 else None)
+        if norm_type != 2.0:
+            device.use_norm(norm, max_norm)
+        device.scale()
+        torch.autograd.graph.increment_version(grads)
+        return norm
     if not _served(grads, norm_type):
         return torch.nn.utils.clip_grad_norm_(items, max_norm, norm_type, error_if_nonfinite, foreach)
     measured = _Measurement(list(grads))
@@ -265,8 +314,8 @@ def clip_grad_norm_(
             torch.autograd.graph.increment_version(grads)
         return _norm_tensor(measured.total, grads)
     measured.run(MEASURE)
-    norm = measured.total if norm_type == 2.0 else measured.amax
+    found = measured.total if norm_type == 2.0 else measured.amax
     if error_if_nonfinite:
-        _check_finite(norm, norm_type)
-    measured.scale(norm, max_norm)
-    return _norm_tensor(norm, grads)
+        _check_finite(found, norm_type)
+    measured.scale(found, max_norm)
+    return _norm_tensor(found, grads)

@@ -14,7 +14,7 @@ Records (all addresses are integers; ``mo_fused/device_table.py`` writes them, `
 import triton
 import triton.language as tl
 
-from ._rules import BF16, F16, F32, F64, NONE, narrow, widen
+from ._rules import BF16, F16, F32, F64, narrow, widen
 
 # Words of a row.
 PARAM = tl.constexpr(0)

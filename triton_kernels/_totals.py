@@ -32,7 +32,7 @@ def gradient_totals(stats, n_chunks, extras, n_extras, TILE: tl.constexpr):
         counted = column_tile(stats, t.SUMSQ, n_chunks, index) * column_tile(stats, t.CLIPS, n_chunks, index) != 0.0
         e = column_tile(stats, t.EXPONENT, n_chunks, index).to(tl.int64)
         exponent = tl.maximum(exponent, tl.max(tl.where(counted, e, none)))
-    for k in range(0, n_extras):
+    for k in range(n_extras):
         record = t.doubles(extras) + k * 5
         exponent = tl.maximum(exponent, tl.where(tl.load(record) != 0.0, tl.load(record + 1).to(tl.int64), none))
     exponent = tl.where(exponent == none, 0, exponent)
@@ -54,7 +54,7 @@ def gradient_totals(stats, n_chunks, extras, n_extras, TILE: tl.constexpr):
     amax = tl.max(largest.to(tl.int64, bitcast=True)).to(tl.float64, bitcast=True)
     nonfinites = tl.sum(nonfinite)
     zero_count = tl.sum(zeros)
-    for k in range(0, n_extras):
+    for k in range(n_extras):
         record = t.doubles(extras) + k * 5
         total += tl.load(record) * power_of_two(tl.load(record + 1).to(tl.int64) - exponent)
         amax = larger(amax, tl.load(record + 2))

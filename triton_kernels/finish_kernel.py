@@ -4,8 +4,8 @@ Formula: csrc/cpu/step.cpp, reduce_gradients, finish and prepare_rows; everythin
   result and nothing else.
 Reference: tests/test_clip.py, tests/test_amp.py.
 Bytes: per chunk of the gradients 48 read, per row 256 read and 128 written.
-Assumes of the table: one program for ROWS rows; each of them adds up all chunks by itself, in the same order, so that no
-  program has to wait for another.
+Assumes of the table: one program for ROWS rows; each of them adds up all chunks by itself, in the same order, so that
+  no program has to wait for another.
 """
 
 import triton
@@ -116,19 +116,34 @@ def prepare_rows(
         tl.store(to + 7, fresh.to(tl.float64), mask=here)
 
 
-@triton.jit
+# Values never make another kernel: addresses and counts change from step to step.
+@triton.jit(
+    do_not_specialize=[
+        "rows",
+        "settings",
+        "row_scalars",
+        "stats",
+        "n_rows",
+        "n_chunks",
+        "grad_scale_at",
+        "found_inf_at",
+        "report_at",
+        "extras",
+        "n_extras",
+    ]
+)
 def finish_kernel(
-    rows: "i64",
-    settings: "i64",
-    row_scalars: "i64",
-    stats: "i64",
-    n_rows: "i32",
-    n_chunks: "i32",
-    grad_scale_at: "i64",
-    found_inf_at: "i64",
-    report_at: "i64",
-    extras: "i64",
-    n_extras: "i32",
+    rows: tl.int64,
+    settings: tl.int64,
+    row_scalars: tl.int64,
+    stats: tl.int64,
+    n_rows: tl.int32,
+    n_chunks: tl.int32,
+    grad_scale_at: tl.int64,
+    found_inf_at: tl.int64,
+    report_at: tl.int64,
+    extras: tl.int64,
+    n_extras: tl.int32,
     RULE: tl.constexpr,
     MEASURED: tl.constexpr,
     NORM_GIVEN: tl.constexpr,

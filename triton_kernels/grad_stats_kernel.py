@@ -1,7 +1,7 @@
 """Sum of squares, largest magnitude, non-finite and zero elements of every chunk of a gradient.
 
-Formula: sum g^2, fp32 within one 16-byte load and float64 across; a chunk whose fp32 sum overflows or nearly vanishes is
-  summed again in float64, a float64 chunk that does so with a power of two taken out.
+Formula: sum g^2, fp32 within one 16-byte load and float64 across; a chunk whose fp32 sum overflows or nearly vanishes
+  is summed again in float64, a float64 chunk that does so with a power of two taken out.
 Reference: tests/test_clip.py and tests/test_grad_utilities.py, against float64.
 Bytes read per element: the gradient once (fp32 4, bf16 and fp16 2, fp64 8); nothing is written.
 Assumes of the table: the row's gradient, its layout, and, where ALIGNED, a gradient at a multiple of 16 bytes.
@@ -54,14 +54,15 @@ def careful_sum(
     return tl.sum(sums)
 
 
-@triton.jit
+# Values never make another kernel: addresses and counts change from step to step.
+@triton.jit(do_not_specialize=["rows", "settings", "chunks", "programs", "stats", "n_chunks"])
 def grad_stats_kernel(
-    rows: "i64",
-    settings: "i64",
-    chunks: "i64",
-    programs: "i64",
-    stats: "i64",
-    n_chunks: "i32",
+    rows: tl.int64,
+    settings: tl.int64,
+    chunks: tl.int64,
+    programs: tl.int64,
+    stats: tl.int64,
+    n_chunks: tl.int32,
     G: tl.constexpr,
     ALIGNED: tl.constexpr,
     STRIDED: tl.constexpr,

@@ -13,8 +13,9 @@ from . import _chunk as t
 from ._totals import gradient_totals
 
 
-@triton.jit
-def partial_kernel(stats: "i64", n_chunks: "i32", out: "i64", TILE: tl.constexpr):
+# Values never make another kernel: addresses and counts change from step to step.
+@triton.jit(do_not_specialize=["stats", "n_chunks", "out"])
+def partial_kernel(stats: tl.int64, n_chunks: tl.int32, out: tl.int64, TILE: tl.constexpr):
     total, exponent, amax, nonfinite, zeros = gradient_totals(stats, n_chunks, out, 0, TILE)
     to = t.doubles(out)
     tl.store(to, total)

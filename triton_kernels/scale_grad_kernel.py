@@ -22,13 +22,14 @@ def scale_tile(at, layout, start, index, length, factor, G: tl.constexpr, STRIDE
     t.store_tile(at, offsets, inside, x * factor, G, MASKED)
 
 
-@triton.jit
+# Values never make another kernel: addresses and counts change from step to step.
+@triton.jit(do_not_specialize=["rows", "chunks", "programs", "row_scalars", "stats"])
 def scale_grad_kernel(
-    rows: "i64",
-    chunks: "i64",
-    programs: "i64",
-    row_scalars: "i64",
-    stats: "i64",
+    rows: tl.int64,
+    chunks: tl.int64,
+    programs: tl.int64,
+    row_scalars: tl.int64,
+    stats: tl.int64,
     G: tl.constexpr,
     ALIGNED: tl.constexpr,
     STRIDED: tl.constexpr,

@@ -50,15 +50,16 @@ def sgd_tile(
     return sums
 
 
-@triton.jit
+# Values never make another kernel: addresses and counts change from step to step.
+@triton.jit(do_not_specialize=["rows", "settings", "chunks", "programs", "row_scalars", "stats", "n_chunks"])
 def sgd_kernel(
-    rows: "i64",
-    settings: "i64",
-    chunks: "i64",
-    programs: "i64",
-    row_scalars: "i64",
-    stats: "i64",
-    n_chunks: "i32",
+    rows: tl.int64,
+    settings: tl.int64,
+    chunks: tl.int64,
+    programs: tl.int64,
+    row_scalars: tl.int64,
+    stats: tl.int64,
+    n_chunks: tl.int32,
     P: tl.constexpr,
     G: tl.constexpr,
     B: tl.constexpr,

@@ -14,8 +14,11 @@ from ._rules import scaled_root
 from ._totals import column_tile, gradient_totals
 
 
-@triton.jit
-def update_norms_kernel(stats: "i64", before: "i64", n_chunks: "i32", GRADIENTS: tl.constexpr, TILE: tl.constexpr):
+# Values never make another kernel: addresses and counts change from step to step.
+@triton.jit(do_not_specialize=["stats", "before", "n_chunks"])
+def update_norms_kernel(
+    stats: tl.int64, before: tl.int64, n_chunks: tl.int32, GRADIENTS: tl.constexpr, TILE: tl.constexpr
+):
     """``before``: address of the statistics of the previous step over the same chunks, or 0."""
     out = t.doubles(stats)
     skipped = tl.load(out + t.SKIPPED) != 0.0

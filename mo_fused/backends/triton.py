@@ -1,13 +1,14 @@
 """The Triton backend: launches the kernels of mo_fused.triton_kernels over a device table. Nothing here waits.
 
 Launches of a step, whatever the number of tensors and groups: one of statistics (when something needs them before the
-update) and one of the update per dtype signature and kind of addressing, one finish; with ``clip_in_place`` one more per
-signature, with ``stats`` one more in all.
+update) and one of the update per dtype signature and kind of addressing, one finish; with ``clip_in_place`` one more
+per signature, with ``stats`` one more in all.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from contextlib import nullcontext
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ def kernels() -> SimpleNamespace:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def shape(signature: Signature, sums: bool) -> dict[str, Any]:
     """WIDTH, BLOCK and launch options: each thread takes 16 bytes of the widest operand at a time.
 
@@ -205,5 +206,5 @@ def update_norms(table: DeviceTable, stats_at: int, before_at: int, gradients: b
 
 
 def on_device_of(tensor: Tensor) -> Any:
-    """Context in which launches go to the tensor's device; nothing for the CPU's tensors of the interpreter."""
-    return torch.cuda.device_of(tensor)
+    """Context in which launches go to the tensor's device; none for the CPU's tensors of the interpreter."""
+    return nullcontext() if dispatch.is_cpu(tensor) else torch.cuda.device(tensor.device)

@@ -137,7 +137,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        found: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        found: dict[str, Any] = super().__getstate__()
         return found
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,9 +6,10 @@ their layouts, dtypes, state or groups changes, the rows are planned again (only
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class RowSet:
         self._unseen: list[Tensor] = []
         self._values: list[Any] = []
         self._read_again: Sequence[int] = ()  # groups with a tensor whose value the host has to read every step
-        self._moved: dict[tuple[int, str], Tensor] = {}
+        self._moved: dict[tuple[int, int], Tensor] = {}
         self._hyper_written = False
         self._all_active = True
         self.native: list[Row] = []  # those of kernels and of the eager backend: first the host's, then each device's
@@ -115,7 +116,7 @@ class RowSet:
             if grads is None:
                 raise errors.changed_meanwhile()
         if changed or not self._hyper_written:
-            self._write_hyper(groups, range(len(groups)))
+            self._write_hyper(groups, list(range(len(groups))))
             self._values = values
         elif self._read_again:
             self._write_hyper(groups, self._read_again)
@@ -149,31 +150,38 @@ class RowSet:
         flags |= np.where(shared, GRAD_SHARED, 0).astype(flags.dtype)
         flags[first] |= np.where(shared[first], SCALES_SHARED, 0).astype(flags.dtype)
 
-    def _write_hyper(self, groups: list[dict[str, Any]], which: Iterable[int]) -> None:
+    def _write_hyper(self, groups: list[dict[str, Any]], which: Sequence[int]) -> None:
         """Writes hyper-parameters as numbers, or, for a device, as the address of the tensor that holds them."""
-        again = []
-        host = self.table.hyper.view(np.float64).reshape(-1, len(HYPER))
-        for g in which:
-            fields = self._rule.hyper(groups[g])
-            fields["clip"] = 1.0 if groups[g].get("clip", True) else 0.0
-            tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
-            reread = False
-            if self.host or self.other:
-                host[g, : len(_FIELDS)] = [float(fields.get(name, 0.0)) for name in _FIELDS]
-                reread = bool(tensors)
-            for part in self.devices:
-                sources = {n: self._source(part, (g, n), t) for n, t in tensors.items()}
-                reread |= any(not settled for _, settled in sources.values())
-                part.table.settings[1 + g, : len(_FIELDS)] = [
-                    0.0 if sources.get(n, (0, True))[0] else float(fields.get(n, 0.0)) for n in _FIELDS
+        fields = [self._rule.hyper(groups[g]) for g in which]
+        tensors = {
+            (g, at): value
+            for g, row in zip(which, fields, strict=True)
+            for at, value in enumerate(row)
+            if isinstance(value, Tensor)
+        }
+        again: set[int] = set()
+        rows = np.array(which, dtype=np.int64)
+        if self.host or self.other:
+            host = self.table.hyper.view(np.float64).reshape(-1, HYPER.itemsize // 8)
+            host[rows, :_FIELDS] = np.array([[float(v) for v in row] for row in fields])
+            again.update(g for g, _ in tensors)
+        for part in self.devices:
+            sources = {key: self._source(part, key, value) for key, value in tensors.items()}
+            numbers = fields
+            if tensors:
+                numbers = [
+                    tuple(0.0 if sources.get((g, at), (0, True))[0] else float(v) for at, v in enumerate(row))
+                    for g, row in zip(which, fields, strict=True)
                 ]
-                part.table.sources[1 + g, : len(_FIELDS)] = [sources.get(n, (0, True))[0] for n in _FIELDS]
-            if reread:
-                again.append(g)
-        self._read_again = again
+                again.update(g for (g, _), (_, settled) in sources.items() if not settled)
+            part.table.settings[1 + rows, :_FIELDS] = np.array(numbers, dtype=np.float64)
+            part.table.sources[1 + rows, :_FIELDS] = 0
+            for (g, at), (word, _) in sources.items():
+                part.table.sources[1 + g, at] = word
+        self._read_again = sorted(again)
         self._hyper_written = True
 
-    def _source(self, part: DevicePart, key: tuple[int, str], value: Tensor) -> tuple[int, bool]:
+    def _source(self, part: DevicePart, key: tuple[int, int], value: Tensor) -> tuple[int, bool]:
         """(address word of a tensor for the device to read, or 0; whether it holds for the next steps too)."""
         if value.device != part.device and dispatch.is_cpu(value):
             return 0, False
@@ -426,12 +434,13 @@ class RowSet:
                 self._flags[i] &= ~FRESH
 
 
-_FIELDS = HYPER.names[:12] if HYPER.names else ()
+_FIELDS = 12
+"""Fields of csrc/abi.h's Hyper that a rule gives."""
 
 
 def _same(new: Any, old: Any) -> bool:
-    """Equality of nested sequences in which a tensor equals itself alone: comparing its value would wait for a device."""
-    if new is old:
+    """Equality of nested sequences. A tensor equals itself alone: comparing values would wait for its device."""
+    if new is old or (type(new) is tuple and type(old) is tuple and len(new) == len(old) and all(map(is_, new, old))):
         return True
     if type(new) is tuple or type(new) is list:
         return type(new) is type(old) and len(new) == len(old) and all(map(_same, new, old))

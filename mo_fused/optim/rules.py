@@ -41,21 +41,14 @@ class AdamRule:
         return bool(group["amsgrad"]), bool(group.get("differentiable"))
 
     def values(self, group: Group) -> tuple[Any, ...]:
-        return self._read(group), group.get("decoupled_weight_decay"), group.get("clip")
+        return (*self._read(group), group.get("decoupled_weight_decay"), group.get("clip"))
 
-    def hyper(self, group: Group) -> dict[str, Any]:
-        """Fields of csrc/abi.h's Hyper: numbers, or tensors of one element."""
+    def hyper(self, group: Group) -> tuple[Any, ...]:
+        """The fields of csrc/abi.h's Hyper in their order: numbers, or tensors of one element."""
         beta1, beta2 = group["betas"]
-        return {
-            "lr": group["lr"],
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"],
-            "weight_decay": group["weight_decay"],
-            "maximize": float(bool(group["maximize"])),
-            "decoupled": float(self.decoupled(group)),
-            "amsgrad": float(bool(group["amsgrad"])),
-        }
+        clip, decoupled = group.get("clip", True), self.decoupled(group)
+        lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
+        return lr, beta1, beta2, eps, decay, 0.0, 0.0, bool(clip), group["maximize"], decoupled, group["amsgrad"], False
 
     def torch_step(self, p: Tensor, grad: Tensor, entry: dict[str, Any], group: Group) -> None:
         """torch's single-tensor step of one parameter; ``grad`` is unscaled and clipped already."""
@@ -104,18 +97,13 @@ class SGDRule:
         return bool(group["momentum"] != 0), bool(group.get("differentiable"))
 
     def values(self, group: Group) -> tuple[Any, ...]:
-        return self._read(group), group.get("clip")
+        return (*self._read(group), group.get("clip"))
 
-    def hyper(self, group: Group) -> dict[str, Any]:
-        """Fields of csrc/abi.h's Hyper: numbers, or tensors of one element."""
-        return {
-            "lr": group["lr"],
-            "momentum": group["momentum"],
-            "dampening": group["dampening"],
-            "weight_decay": group["weight_decay"],
-            "nesterov": float(bool(group["nesterov"])),
-            "maximize": float(bool(group["maximize"])),
-        }
+    def hyper(self, group: Group) -> tuple[Any, ...]:
+        """The fields of csrc/abi.h's Hyper in their order: numbers, or tensors of one element."""
+        lr, momentum, dampening, decay = group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
+        clip, maximize, nesterov = bool(group.get("clip", True)), group["maximize"], group["nesterov"]
+        return lr, 0.0, 0.0, 0.0, decay, momentum, dampening, clip, maximize, False, False, nesterov
 
     def torch_step(self, p: Tensor, grad: Tensor, entry: dict[str, Any], group: Group) -> None:
         """torch's single-tensor step of one parameter; ``grad`` is unscaled and clipped already."""
