@@ -82,6 +82,8 @@ class DevicePart:
         self.table = DeviceTable(rows, signatures, layouts, groups, device, dispatch.multiprocessors(device))
         self._ring = [DeviceStats(self.table, slot) for slot in range(RING)]
         self._turn = 0
+        self.captured = False
+        """A CUDA graph refers to this part's memory, which therefore has to stay."""
         self._partial = torch.zeros(_PARTIAL, dtype=torch.float64, device=device)
 
     @property
@@ -103,17 +105,24 @@ class DevicePart:
             report=ask.report if self._late_report is None else None,
         )
         self.table.settings[0, 0] = math.nan if ask.max_grad_norm is None else ask.max_grad_norm
-        self.table.send()
+        with triton.on_device_of(self._partial):
+            self._capturing = dispatch.is_capturing(self.device)
+            self.captured |= self._capturing
+            self.table.send(self._capturing)
         self._turn = (self._turn + 1) % RING
         self.stats.claim(first or ask.measured, ask.stats)
 
     def _here(self, tensor: Tensor) -> bool:
         return tensor.device == self.device and tensor.dtype == torch.float32
 
-    def _brought(self, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or self._here(tensor):
-            return tensor
-        return tensor.to(self.device, torch.float32, non_blocking=True)
+    def _brought(self, value: Tensor | float | None) -> Tensor | None:
+        if value is None:
+            return None
+        if not isinstance(value, Tensor):  # torch's GradScaler sets found_inf = 0 where there is no gradient
+            return torch.full((), float(value), dtype=torch.float32, device=self.device)
+        if self._here(value):
+            return value
+        return value.to(self.device, torch.float32, non_blocking=True)
 
     def measure(self, count_zeros: bool = False) -> None:
         """Pass 1."""
@@ -156,7 +165,8 @@ class DevicePart:
             if ask.clip_in_place:
                 triton.scale_gradients(table, at)
             if sums:
-                before = self._ring[self._turn - 1]
+                # The step before a replay is the replay before.
+                before = self.stats if self._capturing else self._ring[self._turn - 1]
                 triton.update_norms(table, at, before.address if before.updated else 0, sums == 2)
 
     def measures_first(self, ask: Request) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, errors
 from .stats import RESULT_WIDTH, RING
 from .table import LAYOUT_WORDS, ROW
 
@@ -54,23 +54,32 @@ class Mirror:
     """An array of the host and its copy on the device. Sent is what lies from the first to the last changed record."""
 
     def __init__(self, host: np.ndarray[Any, Any], device: torch.device) -> None:
-        self.host = host
         self._words = host.view(np.int64).reshape(len(host), -1) if len(host) else np.zeros((0, 1), dtype=np.int64)
         self._sent = np.full_like(self._words, -1)
         self.tensor = torch.zeros(self._words.shape, dtype=torch.int64, device=device)
-        # A captured copy is repeated by every replay, so the memory that it reads is never written again.
-        self._for_capture = None if dispatch.is_cpu(self.tensor) else self._pinned(len(self._words))
+        self._pinned: Tensor | None = None
+        self._captured: list[Tensor] = []
+        self._prepare()
         self.sent_records = 0
 
     @property
     def address(self) -> int:
         return self.tensor.data_ptr()
 
-    def _pinned(self, records: int) -> Tensor:
-        return torch.empty((records, self._words.shape[1]), dtype=torch.int64, pin_memory=True)
+    def _prepare(self) -> None:
+        """Memory for a capture, in which none can be allocated."""
+        if self._pinned is None and not dispatch.is_cpu(self.tensor):
+            self._pinned = torch.empty(self._words.shape, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def send(self) -> bool:
-        """Brings the device up to date, in the order of the current stream; whether there was anything to send."""
+    def send(self, capturing: bool) -> bool:
+        """Brings the device up to date, in the order of the current stream; whether there was anything to send.
+
+        A captured step sends everything: a replay must not depend on what other steps have sent since.
+        """
+        if capturing:
+            self._send_captured()
+            return True
+        self._prepare()
         differ = self._words != self._sent
         if not differ.any():
             return False
@@ -78,21 +87,22 @@ class Mirror:
         first, last = int(rows[0]), int(rows[-1]) + 1
         self._sent[first:last] = self._words[first:last]
         self.sent_records += last - first
+        changed = torch.from_numpy(self._words[first:last])
         if dispatch.is_cpu(self.tensor):
-            self.tensor[first:last] = torch.from_numpy(self._sent[first:last])
-            return True
-        if torch.cuda.is_current_stream_capturing():
-            if self._for_capture is None:
-                raise RuntimeError("unreachable: a table is captured once between two steps outside of a capture")
-            staging, self._for_capture = self._for_capture[: last - first], None
-            self._captured = staging
+            self.tensor[first:last] = changed
         else:
-            if self._for_capture is None:
-                self._for_capture = self._pinned(len(self._words))
-            staging = self._pinned(last - first)
-        staging.numpy()[:] = self._words[first:last]
-        self.tensor[first:last].copy_(staging, non_blocking=True)
+            self.tensor[first:last].copy_(changed.pin_memory(), non_blocking=True)
         return True
+
+    def _send_captured(self) -> None:
+        if self._pinned is None:
+            raise errors.captured_twice()
+        # Every replay copies from this memory, so it is never written again.
+        staging, self._pinned = self._pinned, None
+        self._captured.append(staging)
+        staging.numpy()[:] = self._words
+        self._sent[:] = self._words
+        self.tensor.copy_(staging, non_blocking=True)
 
 
 def cut(numel: np.ndarray[Any, Any], chunk: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -165,6 +175,7 @@ class DeviceTable:
         self._addressing: np.ndarray[Any, Any] | None = None
         self.launches: list[Launch] = []
         self._work: list[Tensor] = []  # what the launches' addresses belong to
+        self._captured_work: list[Tensor] = []
         self.chunks_at = 0
 
     @property
@@ -189,11 +200,16 @@ class DeviceTable:
         """Some hyper-parameter is to be read from a tensor on the device."""
         return bool(self.sources[1:].any())
 
-    def send(self) -> None:
-        """Brings the device up to date after the host's rows or settings were written."""
-        if self._rows_mirror.send():
+    def send(self, capturing: bool = False) -> None:
+        """Brings the device up to date after the host's rows or settings were written.
+
+        ``capturing``: this step becomes part of a CUDA graph; what it refers to lives as long as this table.
+        """
+        if self._rows_mirror.send(capturing):
             self._arrange()
-        self._settings_mirror.send()
+        self._settings_mirror.send(capturing)
+        if capturing:
+            self._captured_work += self._work
 
     def _arrange(self) -> None:
         """Decides on the launches again when a tensor came to lie, or no longer lies, at a multiple of 16 bytes."""

@@ -59,6 +59,7 @@ def native_problem() -> str:
 
 
 MIN_TRITON = (3, 6)
+"""Older ones take square roots and quotients with denormal numbers flushed to zero (`sqrt.rn.ftz.f32`)."""
 TRITON_REMEDY = 'install Triton 3.6 or newer with `pip install "mo_fused[triton]"` (Linux, NVIDIA or AMD GPU)'
 
 
@@ -71,7 +72,7 @@ def triton_problem() -> str:
         return f"Triton does not import ({error})"
     version = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
     if version < MIN_TRITON:
-        return f"Triton {triton.__version__} is installed"
+        return f"Triton {triton.__version__} is installed, which flushes denormal numbers to zero"
     return ""
 
 
@@ -83,6 +84,11 @@ def triton_interprets() -> bool:
 def stream(device: torch.device) -> int:
     """The device's current stream, as a number; 0 for the CPU."""
     return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return device.type != "cpu" and torch.cuda.is_current_stream_capturing()
 
 
 def is_nvidia() -> bool:
@@ -169,6 +175,8 @@ def _choose_gpu(tensor: Tensor) -> Choice:
         return Choice("torch", f"{triton_problem()}; {TRITON_REMEDY}")
     if triton_interprets():
         return Choice("torch", "TRITON_INTERPRET=1 is set: Triton's interpreter reads the CPU's memory only")
+    if is_nvidia() and torch.cuda.get_device_capability(tensor.device) < (7, 0):
+        return Choice("torch", "Triton compiles for compute capability 7.0 and newer")
     return Choice("triton", "Triton kernels")
 
 

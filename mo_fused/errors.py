@@ -83,6 +83,16 @@ def changed_meanwhile() -> RuntimeError:
     )
 
 
+def captured_twice() -> RuntimeError:
+    return RuntimeError(
+        message(
+            "a step outside of a capture before each captured one",
+            "a second captured step, whose memory could not be prepared",
+            "call step() once between two captures",
+        )
+    )
+
+
 def sparse_adam() -> RuntimeError:
     return RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 

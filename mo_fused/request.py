@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Request:
-    """One step. Tensors are 0-dim float32, on any device."""
+    """One step. Tensors are 0-dim, on any device."""
 
     rule: int
     """A Rule of csrc/abi.h."""
@@ -17,9 +17,9 @@ class Request:
     skip_nonfinite: bool
     stats: bool
     clip_in_place: bool
-    grad_scale: Tensor | None
+    grad_scale: Tensor | float | None
     """Gradients are divided by it."""
-    found_inf: Tensor | None
+    found_inf: Tensor | float | None
     """Not zero: the caller knows already that the step has to be skipped."""
     report: Tensor | None
     """Receives 1 when a gradient element is not finite, else 0."""

@@ -26,10 +26,11 @@ def update_norms_kernel(
     earlier = t.doubles(before)
     if skipped:
         known = known & (tl.load(earlier + t.UPDATED, mask=known, other=0.0) != 0.0)
+        limit = n_chunks * known.to(tl.int32)
         for i in range(0, n_chunks, TILE):
             index = i + tl.arange(0, TILE)
             here = index < n_chunks
-            kept = tl.load(t.column(before, t.PARAM_SUMSQ, n_chunks) + index, mask=here & known, other=float("nan"))
+            kept = tl.load(t.column(before, t.PARAM_SUMSQ, n_chunks) + index, mask=index < limit, other=float("nan"))
             tl.store(t.column(stats, t.UPDATE_SUMSQ, n_chunks) + index, tl.zeros((TILE,), tl.float64), mask=here)
             tl.store(t.column(stats, t.STORED_SUMSQ, n_chunks) + index, tl.zeros((TILE,), tl.float64), mask=here)
             tl.store(t.column(stats, t.PARAM_SUMSQ, n_chunks) + index, kept, mask=here)

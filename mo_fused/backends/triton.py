@@ -140,8 +140,8 @@ def finish(
     )
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _address(value: Tensor | float | None) -> int:
+    return value.data_ptr() if isinstance(value, Tensor) else 0
 
 
 def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:

@@ -79,6 +79,7 @@ class RowSet:
         self._cache: dict[int, Row] = {}
         self._on_device: dict[torch.device, list[Row]] = {}
         self.devices: list[DevicePart] = []
+        self._captured: list[DevicePart] = []
         self._unseen: list[Tensor] = []
         self._values: list[Any] = []
         self._read_again: Sequence[int] = ()  # groups with a tensor whose value the host has to read every step
@@ -371,6 +372,7 @@ class RowSet:
         self.rows["fresh"] = [0 if r.fresh_flag is None else r.fresh_flag.data_ptr() for r in self.native]
         h = len(self.host)
         self.table = Table(self.rows[:h], _layout_words(plans[:h]), len(groups))
+        self._captured += [part for part in self.devices if part.captured]
         self.devices = []
         first = h
         for device, rows in self._on_device.items():
