@@ -96,10 +96,11 @@ static_assert(sizeof(RowStats) == 64, "mirrored by mo_fused/stats.py");
 struct Result {
   double grad_norm, clip_coef, skipped, nonfinite, zeros, grad_amax;
   double update_norm, stored_norm, param_norm;
-  double found_inf;  // 1 when a gradient element was non-finite or the caller said so
-  double measured;   // 1 when the gradients were measured
-  double updated;    // 1 when update statistics were taken
-  double reserved[4];
+  double found_inf;   // 1 when a gradient element was non-finite or the caller said so
+  double measured;    // 1 when the gradients were measured
+  double updated;     // 1 when update statistics were taken
+  double grad_scale;  // on a device: what the gradients were divided by
+  double reserved[3];
 };
 static_assert(sizeof(Result) == 128, "mirrored by mo_fused/stats.py");
 
@@ -133,5 +134,59 @@ struct StepTable {
   uint64_t scalars, chunk_stats, row_stats, result, control;
 };
 static_assert(sizeof(StepTable) == 13 * 8, "mirrored by table.py");
+
+// ---- The same step on a device: see mo_fused/device_table.py, which writes these, and csrc/cuda. ----
+
+struct DeviceChunk {
+  int64_t start, row, length;
+  int64_t slot;  // its place among the statistics
+};
+static_assert(sizeof(DeviceChunk) == 32, "mirrored by device_table.py");
+
+// One group; record 0 has the clip limit in the place of hyper.lr. source: for each field of Hyper, the address of a
+// float32 tensor on the device that stands for it (with kSourceF64: of a float64 one), or 0.
+struct Settings {
+  Hyper hyper;
+  uint64_t source[16];
+};
+static_assert(sizeof(Settings) == 256, "mirrored by device_table.py");
+constexpr uint64_t kSourceF64 = uint64_t(1) << 60;
+
+// What the finish prepares for a row; padded to 128 bytes.
+struct DeviceScalars {
+  RowScalars scalars;
+  int64_t fresh;  // the momentum buffer holds no value yet
+  int64_t reserved[5];
+};
+static_assert(sizeof(DeviceScalars) == 128, "sized by device_table.py");
+
+// Columns of float64 behind the Result, one number a chunk in each.
+enum StatColumn : int32_t {
+  kSumsq, kExponent, kAmax, kNonfinites, kZeroCount, kClips, kUpdateSumsq, kStoredSumsq, kParamSumsq, kStatColumns
+};
+
+enum DevicePhase : int32_t {
+  kDeviceMeasure = 1, kDevicePartial = 2, kDeviceFinish = 4, kDeviceUpdate = 8, kDeviceScale = 16, kDeviceNorms = 32
+};
+
+// One call. Addresses are the device's, but for the call's own.
+struct DeviceStep {
+  uint64_t rows, settings, chunks, programs, scalars, stats;
+  int64_t n_rows, n_chunks, n_programs;
+  uint64_t grad_scale, found_inf;  // float32 scalars, or 0
+  uint64_t report;                 // float32 that receives found_inf, or 0
+  uint64_t extras;                 // five float64 for each of n_extras other devices: what kDevicePartial writes there
+  uint64_t norm;                   // a total norm (float64) that is known already, or 0
+  uint64_t partial;
+  uint64_t before;                 // statistics of the step before, or 0
+  uint64_t stream;
+  int64_t n_extras;
+  int32_t device, phases, rule;
+  int32_t measured, clipping, skip_nonfinite;
+  int32_t sums;  // of the update: 0 none, 1 update and parameter, 2 also the gradient
+  int32_t count_zeros, from_tensors;
+  int32_t wide;  // the programs are those of float64 parameters
+};
+static_assert(sizeof(DeviceStep) == 18 * 8 + 10 * 4, "mirrored by backends/cuda.py");
 
 }  // namespace mo

@@ -2,11 +2,16 @@
 #include <pybind11/pybind11.h>
 
 #include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "abi.h"
 #include "cpu/kernels.h"
 #include "cpu/step.h"
 #include "scan.h"
+#if defined(MO_HAVE_CUDA)
+#include "cuda/step.h"
+#endif
 
 namespace py = pybind11;
 
@@ -25,6 +30,11 @@ py::dict abi_sizes() {
   d["RowScalars"] = sizeof(mo::RowScalars);
   d["Control"] = sizeof(mo::Control);
   d["StepTable"] = sizeof(mo::StepTable);
+  d["DeviceChunk"] = sizeof(mo::DeviceChunk);
+  d["Settings"] = sizeof(mo::Settings);
+  d["DeviceScalars"] = sizeof(mo::DeviceScalars);
+  d["DeviceStep"] = sizeof(mo::DeviceStep);
+  d["stat_columns"] = int(mo::kStatColumns);
   d["TensorRecord"] = sizeof(mo::TensorRecord);
   d["chunk_elements"] = mo::kChunk;
   d["max_dims"] = mo::kMaxDims;
@@ -35,6 +45,18 @@ void cpu_step(uint64_t table) {
   py::gil_scoped_release nogil;
   mo::run_step(*reinterpret_cast<const mo::StepTable*>(table));
 }
+
+#if defined(MO_HAVE_CUDA)
+void cuda_step(uint64_t step) {
+  const char* error = mo::run_device_step(*reinterpret_cast<const mo::DeviceStep*>(step));
+  if (error) throw std::runtime_error(std::string("CUDA refused a launch of mo_fused: ") + error);
+}
+
+py::tuple cuda_versions() {
+  const mo::CudaVersions v = mo::cuda_versions();
+  return py::make_tuple(v.runtime, v.driver, v.shim);
+}
+#endif
 
 int64_t checked(int64_t others) {
   if (others < 0) throw py::error_already_set();
@@ -54,6 +76,10 @@ PYBIND11_MODULE(_native, m) {
   m.def("abi", &abi_sizes);
   m.def("cpu_isa", &cpu_isa, "(instruction set in use, error text or None)");
   m.def("cpu_step", &cpu_step, py::arg("table"), "Runs the phases that the StepTable at this address asks for.");
+#if defined(MO_HAVE_CUDA)
+  m.def("cuda_step", &cuda_step, py::arg("step"), "Launches the phases that the DeviceStep at this address asks for.");
+  m.def("cuda_versions", &cuda_versions, "(runtime of the build, what the driver supports or 0, test shim or not)");
+#endif
   m.def(
       "scan",
       [](const py::tuple& api, const py::list& items, uint64_t out) {

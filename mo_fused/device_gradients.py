@@ -24,13 +24,15 @@ _KEPT = 8
 class DeviceGradients:
     """A table over gradients alone. Get one from :func:`on_one_device`."""
 
-    def __init__(self, records: np.ndarray[Any, Any], layouts: dict[int, list[int]], device: torch.device) -> None:
+    def __init__(
+        self, records: np.ndarray[Any, Any], layouts: dict[int, list[int]], device: torch.device, backend: str
+    ) -> None:
         self._rows = np.zeros(len(records), dtype=ROW)
         self._rows["numel"] = records["numel"]
         self._rows["dtype"][:, GRAD] = records["dtype"]
         self._rows["flags"] = ACTIVE
         signatures = [(code, code, -1, -1, -1) for code in records["dtype"].tolist()]
-        self._part = DevicePart(self._rows, signatures, layouts, 1, device)
+        self._part = DevicePart(self._rows, signatures, layouts, 1, device, backend)
         self._part.table.settings[1, 7] = 1.0  # clip
         self._strided = sorted(layouts)
 
@@ -83,14 +85,15 @@ def on_one_device(grads: Sequence[Tensor]) -> DeviceGradients | None:
     if not items or type(items[0]) not in (Tensor, torch.nn.Parameter) or items[0].layout is not torch.strided:
         return None
     device = items[0].device
-    if dispatch.choose(items[0]).backend != "triton":
+    backend = dispatch.choose(items[0]).backend
+    if backend not in dispatch.ON_DEVICE:
         return None
     records = np.zeros(len(items), dtype=RECORD)
     scan(items, records)
     served = (records["plain"] == 1) & (records["dtype"] >= 0) & (records["device"] == dispatch.device_code(device))
     if not served.all() or any(g.is_neg() for g in items):
         return None
-    key = (device, dispatch.stream(device), records["layout"].tobytes())
+    key = (device, backend, dispatch.stream(device), records["layout"].tobytes())
     found = _tables.pop(key, None)
     if found is None:
         layouts: dict[int, list[int]] = {}
@@ -100,7 +103,7 @@ def on_one_device(grads: Sequence[Tensor]) -> DeviceGradients | None:
                 return None
             if order.layout is not None:
                 layouts[i] = order.layout
-        found = DeviceGradients(records, layouts, device)
+        found = DeviceGradients(records, layouts, device, backend)
     _tables[key] = found
     while len(_tables) > _KEPT:
         _tables.popitem(last=False)

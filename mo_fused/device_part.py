@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .backends import triton
-from .device_table import STAT_COLUMNS, DeviceTable, Signature
+from .backends import cuda, triton
+from .device_table import DeviceTable, Signature
 from .request import Request
 from .stats import RESULT_AT, RESULT_WIDTH, RING, ROW, ROW_WIDTH
+from .table import STAT_COLUMNS
 
 _PARTIAL = 5
+_BACKENDS = {"triton": triton, "cuda": cuda}
 
 
 class DeviceStats:
@@ -77,9 +79,12 @@ class DevicePart:
         layouts: dict[int, list[int]],
         groups: int,
         device: torch.device,
+        backend: str,
     ) -> None:
         self.device = device
-        self.table = DeviceTable(rows, signatures, layouts, groups, device, dispatch.multiprocessors(device))
+        self._backend: Any = _BACKENDS[backend]
+        multiprocessors = dispatch.multiprocessors(device)
+        self.table = DeviceTable(rows, signatures, layouts, groups, device, multiprocessors, self._backend.SPLIT)
         self._ring = [DeviceStats(self.table, slot) for slot in range(RING)]
         self._turn = 0
         self.captured = False
@@ -105,7 +110,7 @@ class DevicePart:
             report=ask.report if self._late_report is None else None,
         )
         self.table.settings[0, 0] = math.nan if ask.max_grad_norm is None else ask.max_grad_norm
-        with triton.on_device_of(self._partial):
+        with dispatch.on_device(self.device):
             self._capturing = dispatch.is_capturing(self.device)
             self.captured |= self._capturing
             self.table.send(self._capturing)
@@ -126,16 +131,16 @@ class DevicePart:
 
     def measure(self, count_zeros: bool = False) -> None:
         """Pass 1."""
-        with triton.on_device_of(self._partial):
-            triton.measure(self.table, self.stats.address, count_zeros)
+        with dispatch.on_device(self.device):
+            self._backend.measure(self.table, self.stats.address, count_zeros)
 
     def partial(self) -> Tensor:
         """What these gradients add to the totals: sum of squares, its exponent, largest magnitude, counts.
 
         Shape ``(5,)``, float64.
         """
-        with triton.on_device_of(self._partial):
-            triton.partial(self.table, self.stats.address, self._partial)
+        with dispatch.on_device(self.device):
+            self._backend.partial(self.table, self.stats.address, self._partial)
         return self._partial
 
     def finish(self, extras: Sequence[Tensor] = (), norm: Tensor | None = None) -> None:
@@ -146,28 +151,28 @@ class DevicePart:
         there = None
         if extras:
             there = torch.stack([e.to(self.device, non_blocking=True) for e in extras])
-        with triton.on_device_of(self._partial):
-            triton.finish(self.table, self.stats.address, self._ask, self._first, there, norm)
+        with dispatch.on_device(self.device):
+            self._backend.finish(self.table, self.stats.address, self._ask, self._first, there, norm)
         if self._late_report is not None:
             self._late_report.copy_(self.stats.tensor[RESULT_AT["found_inf"]])
 
     def scale_gradients(self) -> None:
         """Multiplies each gradient by its row's factor, in place."""
-        with triton.on_device_of(self._partial):
-            triton.scale_gradients(self.table, self.stats.address)
+        with dispatch.on_device(self.device):
+            self._backend.scale_gradients(self.table, self.stats.address)
 
     def update(self) -> None:
         """Pass 2, and what follows from its sums."""
         ask, table, at = self._ask, self.table, self.stats.address
         sums = 0 if not ask.stats else 1 if self._first else 2
-        with triton.on_device_of(self._partial):
-            triton.update(table, at, ask, sums)
+        with dispatch.on_device(self.device):
+            self._backend.update(table, at, ask, sums)
             if ask.clip_in_place:
-                triton.scale_gradients(table, at)
+                self._backend.scale_gradients(table, at)
             if sums:
                 # The step before a replay is the replay before.
                 before = self.stats if self._capturing else self._ring[self._turn - 1]
-                triton.update_norms(table, at, before.address if before.updated else 0, sums == 2)
+                self._backend.update_norms(table, at, before.address if before.updated else 0, sums == 2)
 
     def measures_first(self, ask: Request) -> bool:
         """Whether gradients are read before the update: something is decided by them, or float64 needs care."""

@@ -17,15 +17,11 @@ from torch import Tensor
 
 from . import dispatch, errors
 from .stats import RESULT_WIDTH, RING
-from .table import LAYOUT_WORDS, ROW
+from .table import DEVICE_SCALARS, LAYOUT_WORDS, ROW, SETTINGS_WORDS, STAT_COLUMNS
 
 Signature = tuple[int, int, int, int, int]
 """Codes of the dtypes of parameter, gradient and state slots (csrc/abi.h); -1: the row has no such operand."""
 
-SETTINGS_WORDS = 32
-CHUNK_WORDS = 4
-SCALARS = 16
-STAT_COLUMNS = ("sumsq", "exponent", "amax", "nonfinite", "zeros", "clips", "update", "stored", "param")
 SOURCE_F64 = 1 << 60
 
 MIN_CHUNK = 2048
@@ -38,7 +34,8 @@ CHUNK_COST = 1024
 
 @dataclass(frozen=True)
 class Launch:
-    """Chunks of one dtype signature and one kind of addressing."""
+    """Chunks of one dtype signature and one kind of addressing, or, for kernels that tell those apart by themselves,
+    chunks of one compute type."""
 
     signature: Signature
     aligned: bool
@@ -48,6 +45,8 @@ class Launch:
     programs: int
     programs_at: int
     """Device address of the edges of the programs' runs of chunks."""
+    wide: bool
+    """The parameters are float64, and so is the arithmetic."""
 
 
 class Mirror:
@@ -80,6 +79,8 @@ class Mirror:
             self._send_captured()
             return True
         self._prepare()
+        if self._captured:  # a replay may have written what it was captured with since
+            self._sent[:] = -1
         differ = self._words != self._sent
         if not differ.any():
             return False
@@ -137,6 +138,7 @@ class DeviceTable:
         groups: number of parameter groups.
         device: where the rows' tensors are.
         multiprocessors: of that device.
+        split: whether each signature and kind of addressing needs a launch of its own. Else only the compute type does.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class DeviceTable:
         groups: int,
         device: torch.device,
         multiprocessors: int,
+        split: bool = True,
     ) -> None:
         assert rows.dtype == ROW
         self.device = device
@@ -159,6 +162,9 @@ class DeviceTable:
         place = {s: i for i, s in enumerate(self._kinds)}
         self._kind = np.array([place[s] for s in signatures], dtype=np.int64)
         self._strided = rows["layout"] != 0
+        self._split = split
+        # Under another, gradients of float64 are narrowed to float32 like everything else.
+        self._wide = np.array([s[0] == 3 for s in signatures], dtype=bool)
         self.wide_gradients = any(s[1] == 3 for s in self._kinds)
         self.row_of_chunk, self._start = cut(rows["numel"], chunk_elements(int(rows["numel"].sum())))
         self.n_chunks = len(self._start)
@@ -169,7 +175,7 @@ class DeviceTable:
         self.sources = self.settings.view(np.int64)[:, 16:]
         self._rows_mirror = Mirror(rows, device)
         self._settings_mirror = Mirror(self.settings, device)
-        self.scalars = torch.zeros((max(1, len(rows)), SCALARS), dtype=torch.float64, device=device)
+        self.scalars = torch.zeros((max(1, len(rows)), DEVICE_SCALARS), dtype=torch.float64, device=device)
         width = RESULT_WIDTH + len(STAT_COLUMNS) * self.n_chunks
         self.stats = torch.zeros((RING, width), dtype=torch.float64, device=device)
         self._addressing: np.ndarray[Any, Any] | None = None
@@ -214,9 +220,15 @@ class DeviceTable:
     def _arrange(self) -> None:
         """Decides on the launches again when a tensor came to lie, or no longer lies, at a multiple of 16 bytes."""
         r = self.rows
+        if not self._split:
+            self._deal_out(self._wide.astype(np.int64) << 2)
+            return
         addresses = r["param"] | r["grad"] | r["state"][:, 0] | r["state"][:, 1] | r["state"][:, 2]
         aligned = ((addresses & 15) == 0) & ~self._strided
-        kind = (self._kind * 2 + self._strided) * 2 + aligned
+        self._deal_out((self._kind * 2 + self._strided) * 2 + aligned)
+
+    def _deal_out(self, kind: np.ndarray[Any, Any]) -> None:
+        """Launches for rows of these kinds, from the programs' runs of chunks."""
         if self._addressing is not None and np.array_equal(kind, self._addressing):
             return
         self._addressing = kind
@@ -237,8 +249,11 @@ class DeviceTable:
         self.launches = []
         at = edges_tensor.data_ptr()
         for k, programs in plans:
-            signature = self._kinds[k >> 2]
-            self.launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at))
+            if self._split:
+                signature = self._kinds[k >> 2]
+                self.launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at, signature[0] == 3))
+            else:
+                self.launches.append(Launch((-1, -1, -1, -1, -1), False, False, programs, at, bool(k >> 2)))
             at += 4 * (programs + 1)
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:

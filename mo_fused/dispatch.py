@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import errors
 
-BACKENDS = ("cpu", "triton", "eager")
+BACKENDS = ("cpu", "cuda", "triton", "eager")
 """Names that ``backend=`` and MO_FUSED_BACKEND take. What none of them serves goes to torch's single-tensor step."""
+
+ON_DEVICE = ("cuda", "triton")
+"""Backends whose rows are a DevicePart: their step does not wait for the device."""
 
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 """Element types that the kernels compute, with their codes in csrc/abi.h."""
@@ -25,7 +30,7 @@ _DEVICE_CODES = {"cpu": 1, "cuda": 2}
 
 @dataclass(frozen=True)
 class Choice:
-    """One decision: ``backend`` is "cpu", "triton", "eager" or "torch" (torch's own single-tensor step)."""
+    """One decision: ``backend`` is "cpu", "cuda", "triton", "eager" or "torch" (torch's own single-tensor step)."""
 
     backend: str
     reason: str
@@ -58,6 +63,42 @@ def native_problem() -> str:
     return _load_native()[1]
 
 
+CUDA_REMEDY = (
+    "install the CUDA toolkit's nvcc, 12.4 or newer, and build again with `MO_FUSED_CUDA=1 pip install --no-binary "
+    'mo_fused mo_fused` (or `pip install .` in a checkout), or use backend="triton"'
+)
+
+
+@lru_cache(maxsize=1)
+def cuda_problem() -> str:
+    """Why the CUDA backend cannot be used in this process; empty when it can."""
+    library = native()
+    if library is None:
+        return native_problem()
+    if not hasattr(library, "cuda_versions"):
+        return "the native library was built without CUDA kernels"
+    runtime, driver, shim = library.cuda_versions()
+    if shim:
+        return ""
+    if not is_nvidia():
+        return "this build of torch does not drive NVIDIA's GPUs"
+    if driver == 0:
+        return "no CUDA driver was found"
+    if driver < runtime:
+        return (
+            f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, and the kernels were built with "
+            f"{runtime // 1000}.{runtime % 1000 // 10}"
+        )
+    return ""
+
+
+@lru_cache(maxsize=1)
+def cuda_shim() -> bool:
+    """The CUDA kernels were compiled for the CPU, as the tests do."""
+    library = native()
+    return library is not None and hasattr(library, "cuda_versions") and bool(library.cuda_versions()[2])
+
+
 MIN_TRITON = (3, 6)
 """Older ones take square roots and quotients with denormal numbers flushed to zero (`sqrt.rn.ftz.f32`)."""
 TRITON_REMEDY = 'install Triton 3.6 or newer with `pip install "mo_fused[triton]"` (Linux, NVIDIA or AMD GPU)'
@@ -84,6 +125,11 @@ def triton_interprets() -> bool:
 def stream(device: torch.device) -> int:
     """The device's current stream, as a number; 0 for the CPU."""
     return 0 if device.type == "cpu" else int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Context in which the device is the current one; nothing for the CPU."""
+    return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -139,6 +185,8 @@ def requested(backend: str | None) -> str | None:
         raise errors.unknown_backend(name, BACKENDS)
     if name == "cpu" and native() is None:
         raise errors.missing_backend("cpu", native_problem(), REMEDY)
+    if name == "cuda" and cuda_problem():
+        raise errors.missing_backend("cuda", cuda_problem(), CUDA_REMEDY)
     if name == "triton" and triton_problem():
         raise errors.missing_backend("triton", triton_problem(), TRITON_REMEDY)
     return name
@@ -156,28 +204,43 @@ def choose(tensor: Tensor, backend: str | None = None) -> Choice:
         return Choice("eager", "asked for by backend= or MO_FUSED_BACKEND")
     if is_cpu(tensor):
         return _choose_cpu(wanted)
-    return _choose_gpu(tensor)
+    return _choose_gpu(tensor, wanted)
 
 
 def _choose_cpu(wanted: str | None) -> Choice:
     if wanted == "triton" and triton_interprets():
         return Choice("triton", "Triton's interpreter (TRITON_INTERPRET=1)")
+    if wanted == "cuda" and cuda_shim():
+        return Choice("cuda", "CUDA kernels compiled for the CPU")
     if native() is None:
         return Choice("eager", native_problem())
     return Choice("cpu", "native kernels")
 
 
-def _choose_gpu(tensor: Tensor) -> Choice:
+def _choose_gpu(tensor: Tensor, wanted: str | None) -> Choice:
     kind = tensor.device.type
     if kind != "cuda":  # torch calls AMD's GPUs so too
         return Choice("torch", f"no kernel of mo_fused serves {kind} tensors")
+    if wanted != "triton":
+        problem = cuda_problem() or _cuda_device_problem(tensor)
+        if not problem:
+            return Choice("cuda", "CUDA kernels")
+    else:
+        problem = 'backend="triton" or MO_FUSED_BACKEND asks for it'
     if triton_problem():
-        return Choice("torch", f"{triton_problem()}; {TRITON_REMEDY}")
+        return Choice("torch", f"no CUDA kernels: {problem}; no Triton kernels: {triton_problem()}; {TRITON_REMEDY}")
     if triton_interprets():
         return Choice("torch", "TRITON_INTERPRET=1 is set: Triton's interpreter reads the CPU's memory only")
     if is_nvidia() and torch.cuda.get_device_capability(tensor.device) < (7, 0):
         return Choice("torch", "Triton compiles for compute capability 7.0 and newer")
-    return Choice("triton", "Triton kernels")
+    return Choice("triton", f"Triton kernels ({problem})")
+
+
+def _cuda_device_problem(tensor: Tensor) -> str:
+    if cuda_shim():
+        return "the CUDA kernels were compiled for the CPU"
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return f"the GPU has compute capability {major}.{minor}, 7.5 is needed" if (major, minor) < (7, 5) else ""
 
 
 def device_report() -> list[tuple[str, str, str]]:

@@ -28,6 +28,8 @@ def collect() -> dict[str, Any]:
             advice.append(f"{problem}; using {isa}. Unset MO_FUSED_ISA, or set it to base, avx2 or avx512.")
     else:
         advice.append(f"No native kernels: {dispatch.native_problem()}. To get them, {dispatch.REMEDY}.")
+    if dispatch.cuda_problem() and dispatch.is_nvidia():
+        advice.append(f"No CUDA kernels: {dispatch.cuda_problem()}. For an NVIDIA GPU, {dispatch.CUDA_REMEDY}.")
     if dispatch.triton_problem():
         advice.append(f"No Triton kernels: {dispatch.triton_problem()}. For a GPU, {dispatch.TRITON_REMEDY}.")
     try:

@@ -99,6 +99,18 @@ RECORD = np.dtype(
         ("plain", "i4"),
     ]
 )
+DEVICE_STEP = np.dtype(
+    [(n, "u8") for n in ("rows", "settings", "chunks", "programs", "scalars", "stats")]
+    + [(n, "i8") for n in ("n_rows", "n_chunks", "n_programs")]
+    + [(n, "u8") for n in ("grad_scale", "found_inf", "report", "extras", "norm", "partial", "before", "stream")]
+    + [("n_extras", "i8")]
+    + [(n, "i4") for n in ("device", "phases", "rule", "measured", "clipping", "skip_nonfinite", "sums")]
+    + [(n, "i4") for n in ("count_zeros", "from_tensors", "wide")]
+)
+SETTINGS_WORDS = 32
+DEVICE_CHUNK_WORDS = 4
+DEVICE_SCALARS = 16
+STAT_COLUMNS = ("sumsq", "exponent", "amax", "nonfinite", "zeros", "clips", "update", "stored", "param")
 LAYOUT_WORDS = 1 + 8 + OPERANDS * 8 + OPERANDS
 CHUNK_ELEMENTS = 16384
 BATCHES = 128
@@ -125,6 +137,11 @@ def check_abi(sizes: dict[str, int]) -> None:
         "RowScalars": ROW_SCALARS_SIZE,
         "Control": CONTROL.itemsize,
         "StepTable": STEP_TABLE.itemsize,
+        "DeviceChunk": DEVICE_CHUNK_WORDS * 8,
+        "Settings": SETTINGS_WORDS * 8,
+        "DeviceScalars": DEVICE_SCALARS * 8,
+        "DeviceStep": DEVICE_STEP.itemsize,
+        "stat_columns": len(STAT_COLUMNS),
         "TensorRecord": RECORD.itemsize,
         "chunk_elements": CHUNK_ELEMENTS,
         "max_dims": 8,

@@ -20,6 +20,13 @@ def larger(a, b):
 
 
 @triton.jit
+def scaled(x, exponent):
+    """x * 2**exponent for exponents <= 0: in two steps, because a sum of 1e308 still counts beside one of 2**1030."""
+    first = exponent >> 1
+    return x * power_of_two(first) * power_of_two(exponent - first)
+
+
+@triton.jit
 def gradient_totals(stats, n_chunks, extras, n_extras, TILE: tl.constexpr):
     """(sum of squares of what is clipped, its power of two, largest magnitude, non-finite and zero elements).
 
@@ -46,7 +53,7 @@ def gradient_totals(stats, n_chunks, extras, n_extras, TILE: tl.constexpr):
         s = column_tile(stats, t.SUMSQ, n_chunks, index)
         e = column_tile(stats, t.EXPONENT, n_chunks, index).to(tl.int64)
         clips = column_tile(stats, t.CLIPS, n_chunks, index)
-        sums += tl.where(clips != 0.0, s * power_of_two(e - exponent), 0.0)
+        sums += tl.where(clips != 0.0, scaled(s, e - exponent), 0.0)
         largest = larger(largest, column_tile(stats, t.AMAX, n_chunks, index))
         nonfinite += column_tile(stats, t.NONFINITES, n_chunks, index)
         zeros += column_tile(stats, t.ZERO_COUNT, n_chunks, index)
@@ -56,7 +63,7 @@ def gradient_totals(stats, n_chunks, extras, n_extras, TILE: tl.constexpr):
     zero_count = tl.sum(zeros)
     for k in range(n_extras):
         record = t.doubles(extras) + k * 5
-        total += tl.load(record) * power_of_two(tl.load(record + 1).to(tl.int64) - exponent)
+        total += scaled(tl.load(record), tl.load(record + 1).to(tl.int64) - exponent)
         amax = larger(amax, tl.load(record + 2))
         nonfinites += tl.load(record + 3)
         zero_count += tl.load(record + 4)

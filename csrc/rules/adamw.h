@@ -19,7 +19,7 @@ MO_RULE void prepare_adamw(const Hyper& h, int64_t step, RowScalars& s) {
   s.a[kBeta2] = h.beta2;
   s.a[kOneMinusBeta2] = 1.0 - h.beta2;
   s.a[kEps] = h.eps;
-  s.a[kInvSqrtBc2] = 1.0 / __builtin_sqrt(bc2);
+  s.a[kInvSqrtBc2] = 1.0 / square_root(bc2);
   s.a[kStepSize] = h.lr / bc1;
   s.a[kDecay] = h.decoupled != 0.0 ? h.lr * h.weight_decay : 0.0;
   s.a[kL2] = h.decoupled != 0.0 ? 0.0 : h.weight_decay;
@@ -29,7 +29,7 @@ template <class T>
 struct AdamScalars {
   T coef, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, inv_sqrt_bc2, step_size, decay, l2;
   bool first_from_old, second_from_old, decays, penalizes;  // which of the branches below, the same for every element
-  explicit AdamScalars(const RowScalars& s)
+  MO_RULE explicit AdamScalars(const RowScalars& s)
       : coef(rounded<T>(s.coef)),
         beta1(rounded<T>(s.a[kBeta1])),
         one_minus_beta1(rounded<T>(1.0 - s.a[kBeta1])),

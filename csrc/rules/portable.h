@@ -20,8 +20,13 @@ namespace mo {
 namespace MO_ISA {
 
 // IEEE square root; the vector forms are in cpu/lanes.h, which has to come before the rules.
+#if defined(__CUDA_ARCH__)
+MO_RULE float square_root(float x) { return __fsqrt_rn(x); }
+MO_RULE double square_root(double x) { return __dsqrt_rn(x); }
+#else
 MO_RULE float square_root(float x) { return __builtin_sqrtf(x); }
 MO_RULE double square_root(double x) { return __builtin_sqrt(x); }
+#endif
 
 // A scalar in the compute type, rounded once. Every NaN becomes the plain one: bf16 kernels rely on NaNs with a lower half
 // of zeros (cpu/lanes.h, store2).

@@ -23,7 +23,7 @@ template <class T>
 struct SgdScalars {
   T coef, lr, momentum, one_minus_dampening, weight_decay;
   bool nesterov, penalizes;
-  explicit SgdScalars(const RowScalars& s)
+  MO_RULE explicit SgdScalars(const RowScalars& s)
       : coef(rounded<T>(s.coef)),
         lr(rounded<T>(s.a[kLr])),
         momentum(rounded<T>(s.a[kMomentum])),

@@ -23,8 +23,12 @@ inline bool runs_avx512() {
 #endif
 }
 
-// Names for MO_FUSED_ISA. Says which of the built ones are left out.
+// Names for MO_FUSED_ISA. Says which of the built ones are left out. Kernels of a device run instead with their threads in
+// several orders.
 inline std::vector<const char*> names() {
+#if defined(MO_CUDA_SHIM)
+  return {"seed 1", "seed 2"};
+#endif
   std::vector<const char*> there{"base"};
   const auto add = [&](const char* name, bool runs) {
     if (runs) {

@@ -5,6 +5,10 @@
 # under the thread sanitizer, which cannot be combined with the first two, on the baseline kernels (threads are the
 # same on all).
 #
+# The CUDA kernels are compiled with the same C++ compiler, against csrc/cuda/tests/shim.h, and run through the tests of
+# the step once more, under the address and undefined-behaviour sanitizers, with the threads of a block in two orders;
+# csrc/tests/cuda_*_test.cpp test the shim itself.
+#
 #   csrc/tests/run.sh            CXX names the compiler (default: g++), MAX_JOBS the compilers at a time
 set -euo pipefail
 
@@ -81,8 +85,36 @@ build_and_run() {
     done
 }
 
+# build_and_run_device <test source>...: with the CUDA kernels in the place of the CPU's
+build_and_run_device() {
+    local folder="$out/device" source name program objects=()
+    # Blocks of 64 threads: a fiber for each costs time, and nothing in the kernels depends on their number.
+    local build=("$cxx" "${flags[@]}" -fsanitize=address,undefined -fno-sanitize-recover=all -Wno-unknown-pragmas
+        -DMO_CUDA_SHIM=1 -DMO_THREADS=64)
+    mkdir -p "$folder"
+    for source in "$csrc"/cuda/*.cu "$csrc"/cuda/tests/*.cpp; do
+        name=$(basename "$source")
+        objects+=("$folder/$name.o")
+        in_background "${build[@]}" -DMO_ISA=device -x c++ -c "$source" -o "$folder/$name.o"
+    done
+    for source in "$@"; do
+        in_background "${build[@]}" -c "$source" -o "$folder/$(basename "$source" .cpp).test"
+    done
+    wait_for_all
+    for source in "$@"; do
+        program="$folder/$(basename "$source" .cpp)"
+        "${build[@]}" "$program.test" "${objects[@]}" -o "$program"
+        echo "run $(basename "$program") (CUDA kernels, address,undefined)"
+        "$program" 2> >(grep -v "ASan doesn't fully support makecontext" >&2) || {
+            echo "csrc/tests/run.sh: status $? from ${source##*/} with the CUDA kernels" >&2
+            exit 1
+        }
+    done
+}
+
 shopt -s nullglob
-tests=("$csrc"/tests/*_test.cpp)
+mapfile -t tests < <(printf '%s\n' "$csrc"/tests/*_test.cpp | grep -v '/cuda_')
+device_tests=("$csrc"/tests/{step,norm}_test.cpp "$csrc"/tests/cuda_*_test.cpp)
 thread_tests=("$csrc"/tests/*thread*_test.cpp)
 if [[ ${#tests[@]} -eq 0 ]]; then
     echo "csrc/tests/run.sh: expected at least one csrc/tests/*_test.cpp, found none" >&2
@@ -100,5 +132,6 @@ build_and_run address,undefined "${tests[@]}"
 if [[ ${#thread_tests[@]} -gt 0 ]]; then
     build_and_run thread "${thread_tests[@]}"
 fi
-passed=$((${#tests[@]} + ${#thread_tests[@]}))
+build_and_run_device "${device_tests[@]}"
+passed=$((${#tests[@]} + ${#thread_tests[@]} + ${#device_tests[@]}))
 echo "native: $passed passed, 0 failed"

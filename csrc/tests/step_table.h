@@ -11,6 +11,9 @@
 #include "cpu/step.h"
 #include "every_isa.h"
 #include "storage.h"
+#if defined(MO_CUDA_SHIM)
+#include "device_run.h"
+#endif
 
 // Numbers that are the same on every machine.
 class Random {
@@ -189,10 +192,14 @@ class TestTable {
       }
       n.chunks = int64_t(chunks.size()) - n.first_chunk;
     }
+    row_stats.assign(rows.size(), mo::RowStats{});
+#if defined(MO_CUDA_SHIM)
+    device_run::run(native, hyper, control, result, row_stats);
+    return;
+#endif
     if (!chunks.empty()) batches.push_back(int32_t(chunks.size()));
     std::vector<mo::RowScalars> scalars(rows.size());
     std::vector<mo::ChunkStats> stats(chunks.size());
-    row_stats.assign(rows.size(), mo::RowStats{});
     mo::StepTable table{};
     table.rows = uint64_t(native.data());
     table.chunks = uint64_t(chunks.data());

@@ -7,24 +7,22 @@ per signature, with ``stats`` one more in all.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import dispatch
 from ..device_table import DeviceTable, Launch, Signature
 from ..request import Request
 
+SPLIT = True
 THREADS = 128
 ROWS = 64
-TILE = 1024
+TILE = 512
 BYTES = {0: 4, 1: 2, 2: 2, 3: 8, -1: 1}
-# One launch holds at most this many registers a thread, so that six blocks of 128 threads fit on a multiprocessor.
-REGISTERS = 80
+F16 = 2
 
 
 @lru_cache(maxsize=1)
@@ -50,17 +48,17 @@ def kernels() -> SimpleNamespace:
 
 
 @cache
-def shape(signature: Signature, sums: bool) -> dict[str, Any]:
+def shape(signature: Signature, aligned: bool, sums: bool) -> dict[str, Any]:
     """WIDTH, BLOCK and launch options: each thread takes 16 bytes of the widest operand at a time.
 
-    With statistics in the update, 16-bit tensors go by 8 bytes: eight sums in float64 would not fit into registers.
+    16-bit tensors go by 8 bytes where eight elements of every operand would not fit into 80 registers: with statistics
+    (sums in float64), with addresses that are not aligned, and with more than four operands. Conversions of fp16 take
+    as much as one operand more.
     """
     widest = max(BYTES[code] for code in signature)
-    width = 16 // max(widest, 4 if sums else 1)
-    options: dict[str, Any] = {"WIDTH": width, "BLOCK": THREADS * width, **fixed_options()}
-    if width == 8 and dispatch.is_nvidia():
-        options["maxnreg"] = REGISTERS
-    return options
+    held = sum(code >= 0 for code in signature) + (F16 in signature)
+    width = 16 // max(widest, 4 if sums or not aligned or held > 4 else 1)
+    return {"WIDTH": width, "BLOCK": THREADS * width, **fixed_options()}
 
 
 @lru_cache(maxsize=1)
@@ -94,7 +92,7 @@ def measure(table: DeviceTable, stats_at: int, count_zeros: bool = False) -> Non
             ALIGNED=one.aligned,
             STRIDED=one.strided,
             COUNT_ZEROS=count_zeros,
-            **shape((g, g, -1, -1, -1), False),
+            **shape((g, -1, -1, -1, -1), one.aligned, False),
         )
 
 
@@ -154,7 +152,7 @@ def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
             "ALIGNED": one.aligned,
             "STRIDED": one.strided,
             "SUMS": sums,
-            **shape(one.signature, sums != 0),
+            **shape(one.signature, one.aligned, sums != 0),
         }
         adam = ask.rule == 0
         slots = {"M": first, "V": second, "W": third} if adam else {"B": first}
@@ -176,7 +174,7 @@ def scale_gradients(table: DeviceTable, stats_at: int) -> None:
     """Multiplies each gradient by its row's factor, in place."""
     for one in table.launches:
         g = one.signature[1]
-        options = {k: v for k, v in shape((g, g, -1, -1, -1), False).items() if k != "WIDTH"}
+        options = {k: v for k, v in shape((g, -1, -1, -1, -1), one.aligned, False).items() if k != "WIDTH"}
         launch(
             kernels().scale_grad,
             one.programs,
@@ -203,8 +201,3 @@ def update_norms(table: DeviceTable, stats_at: int, before_at: int, gradients: b
         TILE=TILE,
         **fixed_options(),
     )
-
-
-def on_device_of(tensor: Tensor) -> Any:
-    """Context in which launches go to the tensor's device; none for the CPU's tensors of the interpreter."""
-    return nullcontext() if dispatch.is_cpu(tensor) else torch.cuda.device(tensor.device)

@@ -39,7 +39,7 @@ class Explanation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     backend: str
-    """"cpu", "triton" or "eager", or "torch" for torch's own single-tensor step."""
+    """"cpu", "cuda", "triton" or "eager", or "torch" for torch's own single-tensor step."""
     reason: str
 
     def __str__(self) -> str:

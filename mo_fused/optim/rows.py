@@ -77,7 +77,7 @@ class RowSet:
         self._state: Any = None
         self._states: list[Any] = []
         self._cache: dict[int, Row] = {}
-        self._on_device: dict[torch.device, list[Row]] = {}
+        self._on_device: dict[tuple[torch.device, str], list[Row]] = {}
         self.devices: list[DevicePart] = []
         self._captured: list[DevicePart] = []
         self._unseen: list[Tensor] = []
@@ -229,11 +229,11 @@ class RowSet:
         self.other = [r for r in rows if r.backend == "torch"]
         self._on_device = {}
         for r in rows:
-            if r.backend == "triton":
-                self._on_device.setdefault(r.param.device, []).append(r)
+            if r.backend in dispatch.ON_DEVICE:
+                self._on_device.setdefault((r.param.device, r.backend), []).append(r)
         on_devices = list(chain.from_iterable(self._on_device.values()))
         self.native = [*self.host, *on_devices]
-        self.all = [*self.host, *self.other, *on_devices]  # in the order of the statistics' rows
+        self.all = [*on_devices, *self.host, *self.other]  # in the order of execute.buffers
         self._build(groups)
 
     def _validate(self, optimizer: FusedOptimizer, entries: list[tuple[int, int, Tensor, Tensor | None]]) -> None:
@@ -308,7 +308,7 @@ class RowSet:
 
     def _keep_freshness(self, row: Row, old: Row | None) -> None:
         """A momentum buffer that a skipped first step left without a value is still fresh when it is planned again."""
-        if row.backend != "triton" or not self._rule.copies_first or not row.slots:
+        if row.backend not in dispatch.ON_DEVICE or not self._rule.copies_first or not row.slots:
             return
         if row.fresh:
             row.fresh_flag = torch.ones((), dtype=torch.int32, device=row.param.device)
@@ -375,11 +375,11 @@ class RowSet:
         self._captured += [part for part in self.devices if part.captured]
         self.devices = []
         first = h
-        for device, rows in self._on_device.items():
+        for (device, backend), rows in self._on_device.items():
             last = first + len(rows)
             mine = plans[first:last]
             signatures = [_signature(r, p) for r, p in zip(rows, mine, strict=True)]
-            part = DevicePart(self.rows[first:last], signatures, _layout_words(mine), len(groups), device)
+            part = DevicePart(self.rows[first:last], signatures, _layout_words(mine), len(groups), device, backend)
             self.devices.append(part)
             first = last
         self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)

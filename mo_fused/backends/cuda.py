@@ -1,0 +1,101 @@
+"""The CUDA backend: one native call for each phase of a step over a device table. Nothing here waits.
+
+Launches of a step, whatever the number of tensors, groups and dtypes: one of statistics, one finish, one update (a
+second of each pass where there are float64 parameters too); with ``clip_in_place`` and with ``stats`` one more each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from .. import dispatch
+from ..device_table import DeviceTable
+from ..request import Request
+from ..table import DEVICE_STEP
+
+SPLIT = False
+MEASURE, PARTIAL, FINISH, UPDATE, SCALE, NORMS = 1, 2, 4, 8, 16, 32
+
+
+def launch(step: np.ndarray[Any, Any]) -> None:
+    """Every call of this backend: launches on the step's device, on that device's current stream."""
+    native = dispatch.native()
+    assert native is not None  # dispatch chose this backend
+    native.cuda_step(step.ctypes.data)
+
+
+def _step(table: DeviceTable, stats_at: int, phases: int) -> np.ndarray[Any, Any]:
+    step = np.zeros(1, dtype=DEVICE_STEP)
+    record = step[0]
+    record["rows"], record["settings"], record["chunks"] = table.rows_at, table.settings_at, table.chunks_at
+    record["scalars"], record["stats"] = table.scalars_at, stats_at
+    record["n_rows"], record["n_chunks"] = len(table.rows), table.n_chunks
+    record["stream"], record["device"] = dispatch.stream(table.device), table.device.index or 0
+    record["phases"] = phases
+    return step
+
+
+def _over_chunks(table: DeviceTable, step: np.ndarray[Any, Any]) -> None:
+    record = step[0]
+    for one in table.launches:
+        record["programs"], record["n_programs"], record["wide"] = one.programs_at, one.programs, one.wide
+        launch(step)
+
+
+def measure(table: DeviceTable, stats_at: int, count_zeros: bool = False) -> None:
+    """Statistics of every gradient, chunk by chunk; zeros are always counted."""
+    _over_chunks(table, _step(table, stats_at, MEASURE))
+
+
+def partial(table: DeviceTable, stats_at: int, out: Tensor) -> None:
+    """This device's share of the gradients' totals: five float64."""
+    step = _step(table, stats_at, PARTIAL)
+    step["partial"] = out.data_ptr()
+    launch(step)
+
+
+def finish(
+    table: DeviceTable,
+    stats_at: int,
+    ask: Request,
+    measured: bool,
+    extras: Tensor | None = None,
+    norm: Tensor | None = None,
+) -> None:
+    """Total norm, coefficient, skip decision, step counters and row scalars."""
+    step = _step(table, stats_at, FINISH)
+    record = step[0]
+    record["rule"], record["measured"], record["clipping"] = ask.rule, measured, ask.max_grad_norm is not None
+    record["skip_nonfinite"], record["from_tensors"] = ask.skips_nonfinite, table.from_tensors
+    for name, value in (
+        ("grad_scale", ask.grad_scale),
+        ("found_inf", ask.found_inf),
+        ("report", ask.report),
+        ("extras", extras),
+        ("norm", norm),
+    ):
+        record[name] = value.data_ptr() if isinstance(value, Tensor) else 0
+    record["n_extras"] = 0 if extras is None else len(extras)
+    launch(step)
+
+
+def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
+    """The rule, over everything. ``sums``: 0 none, 1 those of the update, 2 also those of the gradient."""
+    step = _step(table, stats_at, UPDATE)
+    step["rule"], step["sums"] = ask.rule, sums
+    _over_chunks(table, step)
+
+
+def scale_gradients(table: DeviceTable, stats_at: int) -> None:
+    """Multiplies each gradient by its row's factor, in place."""
+    _over_chunks(table, _step(table, stats_at, SCALE))
+
+
+def update_norms(table: DeviceTable, stats_at: int, before_at: int, gradients: bool) -> None:
+    """Norms of the update and of the parameters, after an update with sums."""
+    step = _step(table, stats_at, NORMS)
+    step["before"], step["sums"] = before_at, 2 if gradients else 1
+    launch(step)
