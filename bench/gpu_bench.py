@@ -1,0 +1,378 @@
+"""Races on a GPU: mo_fused against torch's fused optimizers, taking turns in one run.
+
+    python bench/gpu_check.py bench [--dry-run] [--seconds N] [--json FILE]
+
+Three times are taken of a step, by medians: one after the other on an idle device (what a loop that does nothing else
+sees), with the host ahead of the device (what the device alone needs), and until the call returns (the host). All
+contenders step the same parameters with the same gradients and the same state tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpu_figures
+import measure
+import torch
+from gpu_place import BACKEND, on_backend
+from gpu_race import DeviceClock, DeviceRace, HostClock, copy_rate
+from measure import Contender, Goal, Sample
+from torch import Tensor
+from workloads import DECAY, FUSED, LR, MAX_NORM, OURS, gpt2_shapes, in_groups
+
+import mo_fused
+
+GROUPS = 465
+"""Of a model for which torch's fused step was reported to take 58.8 ms of host time."""
+OWN_SCALER, TORCH_SCALER = f"{OURS}, its scaler", f"{OURS}, torch's scaler"
+THEIRS = {"step": FUSED, "clip": f"{FUSED}, clipping", "scaler": f"{FUSED}, scaler, clipping"}
+MAX_ROUNDS = 40
+
+
+# -- contenders -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where the races are held."""
+
+    device: torch.device
+    dry: bool
+
+    def parameters(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+        """Parameters with random values and gradients, made where they are needed: two billion take long elsewhere."""
+        generator = torch.Generator(self.device).manual_seed(0)
+        params: list[Tensor] = []
+        for shape in shapes:
+            p = torch.nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=self.device))
+            p.data.normal_(0.0, 0.02, generator=generator)
+            p.grad = torch.empty_like(p).normal_(0.0, 1e-3, generator=generator)
+            params.append(p)
+        return params
+
+
+Make = Callable[..., torch.optim.Optimizer]
+
+MAKERS: dict[str, tuple[Make, Make]] = {
+    "AdamW": (
+        partial(mo_fused.AdamW, lr=LR, weight_decay=DECAY),
+        partial(torch.optim.AdamW, lr=LR, weight_decay=DECAY, fused=True),
+    ),
+    "SGD": (partial(mo_fused.SGD, lr=LR, momentum=0.9), partial(torch.optim.SGD, lr=LR, momentum=0.9, fused=True)),
+}
+"""(ours, torch's) by rule."""
+
+
+def share_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """One set of state tensors for all: less memory, and no advantage by where the pages lie."""
+    first = optimizers[0]
+    first.step()
+    for other in optimizers[1:]:
+        for p, entry in first.state.items():
+            other.state[p] = entry
+
+
+def clip_(params: Sequence[Tensor]) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
+
+
+def after_clipping(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> Callable[[], None]:
+    def call() -> None:
+        clip_(params)
+        optimizer.step()
+
+    return call
+
+
+def under_scaler(
+    kind: type[torch.amp.GradScaler], device: torch.device, optimizer: torch.optim.Optimizer, clipped: Sequence[Tensor]
+) -> Callable[[], None]:
+    """A step as PyTorch's guide writes it; ``clipped``: what is unscaled and clipped by hand before it.
+
+    The scale is 1, as any other would divide the same gradients again in every round, down to denormal numbers.
+    """
+    scaler = kind(device.type, init_scale=1.0, growth_interval=1 << 30)
+    scaler.scale(torch.zeros((), device=device))  # makes the scale tensor, as a loop does before its first step
+
+    def call() -> None:
+        if clipped:
+            scaler.unscale_(optimizer)
+            clip_(clipped)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return call
+
+
+def race(stage: Stage, rule: str, how: str, params: list[Tensor], groups: Any) -> list[Contender]:
+    """Contenders of a race, ours first, torch's last.
+
+    Args:
+        rule: "AdamW" or "SGD".
+        how: "step", "clip" or "scaler" (with clipping).
+        params: all parameters.
+        groups: the same as an optimizer takes them.
+    """
+    our, their = MAKERS[rule]
+    numel, size = sum(p.numel() for p in params), params[0].element_size()
+
+    def contender(name: str, call: Callable[[], Any], extra: str) -> Contender:
+        return Contender(name, call, float(numel * gpu_figures.bytes_a_parameter(rule, extra, size)))
+
+    other = their(groups())
+    options: dict[str, Any] = {"backend": BACKEND, "max_grad_norm": None if how == "step" else MAX_NORM}
+    own = our(groups(), **options)
+    if how == "scaler":
+        second = our(groups(), **options)
+        share_state([own, second, other])
+        under = partial(under_scaler, device=stage.device)
+        ours_under, theirs_under = mo_fused.GradScaler, torch.amp.GradScaler
+        return [
+            contender(OWN_SCALER, under(ours_under, optimizer=own, clipped=[]), "own scaler, clip inside"),
+            contender(TORCH_SCALER, under(theirs_under, optimizer=second, clipped=[]), "torch's scaler, clip inside"),
+            contender(THEIRS[how], under(theirs_under, optimizer=other, clipped=params), "torch's scaler, clip before"),
+        ]
+    share_state([own, other])
+    if how == "clip":
+        return [
+            contender(OURS, own.step, "clip inside"),
+            contender(THEIRS[how], after_clipping(other, params), "clip before"),
+        ]
+    return [contender(OURS, own.step, "step"), contender(THEIRS[how], other.step, "step")]
+
+
+def agree(stage: Stage, rule: str, how: str, dtype: torch.dtype) -> None:
+    """Refuses to time contenders that do not do the same: three steps on small tensors, compared."""
+    our, their = MAKERS[rule]
+    first, second = (stage.parameters([(33, 7), (129,), (1,)], dtype) for _ in range(2))
+    options: dict[str, Any] = {"backend": BACKEND, "max_grad_norm": None if how == "step" else MAX_NORM}
+    one, other = our(first, **options), their(second)
+    for step in range(3):
+        for p, q in zip(first, second, strict=True):
+            p.grad = torch.full_like(p, 0.1 * (step + 1))
+            q.grad = p.grad.clone()
+        if how != "step":
+            clip_(second)
+        one.step()
+        other.step()
+    on_backend(one)
+    digits = {torch.bfloat16: 2.0**-7}.get(dtype, 1e-5)
+    for p, q in zip(first, second, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=digits, atol=3 * LR * digits)
+
+
+# -- the cases --------------------------------------------------------------------------------------------------------
+
+Shapes = Sequence[Sequence[int]]
+
+MODELS: dict[str, Shapes] = {
+    "GPT-2 0.1 B": gpt2_shapes(),
+    "GPT-2 0.5 B": gpt2_shapes(layers=24, width=1280),
+    "GPT-2 1.9 B": gpt2_shapes(layers=36, width=2048),
+}
+MANY: dict[str, Shapes] = {"1000 x 64": [(64,)] * 1000, "500 x 64x64": [(64, 64)] * 500}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+HOST_MS = 1.0
+"""A step of many small tensors or groups keeps the host for less than this."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One race."""
+
+    workload: str
+    shapes: Shapes
+    dtype: str
+    how: str
+    rule: str = "AdamW"
+    groups: int = 1
+    in_memory: bool = True
+    """Far larger than the caches, so that bytes per second mean something."""
+
+    @property
+    def title(self) -> str:
+        words = {"step": "step", "clip": "clip + step", "scaler": "scaler + clip + step"}[self.how]
+        return f"{self.workload}, {words}"
+
+    def goals(self) -> list[Goal]:
+        if not self.in_memory:
+            return []  # the goal is the host's time
+        if self.how == "step":
+            return [Goal(OURS, THEIRS["step"], 1.0)]
+        if self.how == "clip":
+            return [Goal(OURS, THEIRS["clip"], 1.25)]
+        return [Goal(OWN_SCALER, THEIRS["scaler"], 1.4), Goal(TORCH_SCALER, THEIRS["scaler"], 1.15)]
+
+
+def cases() -> list[Case]:
+    """What matters most comes first: the clock may cut the list short."""
+    order = ("GPT-2 0.5 B", "GPT-2 1.9 B", "GPT-2 0.1 B")
+    both = ("step", "clip")
+    out = [Case(name, MODELS[name], dtype, how) for name in order for dtype in DTYPES for how in (*both, "scaler")]
+    for name, shapes in MANY.items():
+        out += [Case(name, shapes, dtype, how, in_memory=False) for dtype in DTYPES for how in both]
+    name, shapes = next(iter(MANY.items()))
+    grouped = f"{name}, {GROUPS} groups"
+    out += [Case(grouped, shapes, dtype, how, groups=GROUPS, in_memory=False) for dtype in DTYPES for how in both]
+    sgd = f"{order[0]}, SGD momentum"
+    return out + [Case(sgd, MODELS[order[0]], dtype, how, rule="SGD") for dtype in DTYPES for how in both]
+
+
+def dry_cases() -> list[Case]:
+    """One of each kind, tiny. SGD in fp32 alone: torch's fused SGD on the CPU loses a part of a bf16 buffer."""
+    model, many = gpt2_shapes(1, 4, 30, 8)[:3], [(64,)] * 4
+    return [
+        Case("GPT-2 tiny", model, "fp32", "step"),
+        Case("GPT-2 tiny", model, "bf16", "clip"),
+        Case("GPT-2 tiny", model, "fp32", "scaler"),
+        Case("4 x 64", many, "bf16", "step", in_memory=False),
+        Case("4 x 64, 2 groups", many, "fp32", "clip", groups=2, in_memory=False),
+        Case("GPT-2 tiny, SGD momentum", model, "fp32", "clip", rule="SGD"),
+    ]
+
+
+def records(case: Case, held: DeviceRace, copy: float, dry: bool) -> list[dict[str, Any]]:
+    """One record a contender, with the names of bench/results and what only a device has."""
+    contenders = {c.name: c for c in held.contenders}
+    samples: dict[str, Sample] = held.samples()
+    of_device = {name: gpu_figures.quartiles(times)[1] for name, times in held.device_times.items()}
+    of_host = {name: gpu_figures.quartiles(times)[1] for name, times in held.host_times.items()}
+    reference = THEIRS[case.how]
+    out = []
+    for name, sample in samples.items():
+        moved = contenders[name].bytes if case.in_memory else 0.0
+        rate = gpu_figures.gb_per_s(moved, of_device[name])
+        goals = [
+            {
+                "label": "ratio",
+                "limit": g.ratio,
+                "at_most": g.at_most,
+                "measured": g.measured(samples),
+                "reached": g.reached(samples),
+            }
+            for g in case.goals()
+            if g.subject == name
+        ]
+        if not case.in_memory and name != reference:
+            host = of_host[name] * 1e3
+            goals.append(
+                {"label": "host ms", "limit": HOST_MS, "at_most": True, "measured": host, "reached": host <= HOST_MS}
+            )
+        copied = gpu_figures.share(rate, copy)
+        if case.in_memory and case.how == "step" and name != reference and copied:
+            goals.append(
+                {"label": "copy", "limit": 0.9, "at_most": False, "measured": copied, "reached": copied >= 0.9}
+            )
+        out.append(
+            {
+                "bench": "gpu",
+                "case": case.title,
+                "dtype": case.dtype,
+                "contender": name,
+                "quick": dry,
+                "median_ms": sample.median * 1e3,
+                "low_ms": sample.low * 1e3,
+                "high_ms": sample.high * 1e3,
+                "device_ms": of_device[name] * 1e3,
+                "host_ms": of_host[name] * 1e3,
+                "rounds": sample.rounds,
+                "calls_a_round": sample.calls,
+                "elements": sum(p_numel(shape) for shape in case.shapes),
+                "bytes": moved or None,
+                "gb_per_s": rate,
+                "share_of_copy": copied,
+                "ratio_to_torch": None if name == reference else samples[reference].median / sample.median,
+                "device_ratio_to_torch": None if name == reference else of_device[reference] / of_device[name],
+                "goals": goals,
+            }
+        )
+    return out
+
+
+def p_numel(shape: Sequence[int]) -> int:
+    """Elements of a tensor of this shape."""
+    numel = 1
+    for n in shape:
+        numel *= n
+    return numel
+
+
+def hold(case: Case, stage: Stage, clock: HostClock | DeviceClock, budget_s: float) -> DeviceRace:
+    """Agreement, set-up, warm-up and the rounds of one case."""
+    dtype = DTYPES[case.dtype]
+    agree(stage, case.rule, case.how, dtype)
+    params = stage.parameters(case.shapes, dtype)
+    contenders = race(
+        stage, case.rule, case.how, params, lambda: in_groups(params, case.groups) if case.groups > 1 else params
+    )
+    held = DeviceRace(contenders, 1e-4 if stage.dry else 0.01, clock)
+    held.warm_up()
+    held.run(budget_s, 2 if stage.dry else MAX_ROUNDS)
+    return held
+
+
+def circumstances(device: torch.device, copy: float) -> dict[str, Any]:
+    """Machine and versions, as in bench/results, with the GPU."""
+    facts = measure.circumstances()
+    facts["commit"] = facts["commit"] or os.environ.get("MO_FUSED_COMMIT")
+    try:
+        import triton
+
+        facts["triton"] = triton.__version__
+    except ImportError:
+        facts["triton"] = None
+    facts["gpu"] = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {**facts, "backend": BACKEND, "cuda": torch.version.cuda, "copy_gb_per_s": copy}
+
+
+def run(dry: bool, seconds: float, json: Path | None) -> int:
+    """All cases within ``seconds``; 1 when one failed. A case that there was no time for is named, and no failure."""
+    start = time.perf_counter()
+    if not dry and not torch.cuda.is_available():
+        print("FAILED  all cases: no GPU that torch can use; --dry-run runs on the CPU", flush=True)
+        return 1
+    device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
+    stage, clock = Stage(device, dry), HostClock() if dry else DeviceClock()
+    copy = copy_rate(device, clock, dry)
+    facts = circumstances(device, copy)
+    print(measure.heading(facts), flush=True)
+    print(f"note: {facts['gpu'] or 'CPU'}, a plain copy moves {copy:.0f} GB/s (read and written)", flush=True)
+    todo, all_records, failed, late = dry_cases() if dry else cases(), [], 0, []
+    for i, case in enumerate(todo):
+        left = seconds - (time.perf_counter() - start)
+        if left < 2.0:
+            late.append(f"{case.title} {case.dtype}")
+            continue
+        began = time.perf_counter()
+        try:
+            # What is left is dealt out to what is left; setting up takes some of it.
+            found = records(case, hold(case, stage, clock, 0.5 * left / (len(todo) - i)), copy, dry)
+            measure.append(str(json) if json else None, found, facts)
+            all_records += found
+            print(f"{case.title} {case.dtype}: {time.perf_counter() - began:.1f} s", flush=True)
+        except Exception as error:  # the other cases have something to say as well
+            failed += 1
+            traceback.print_exc()
+            print(f"FAILED  {case.title} {case.dtype}: {str(error)[:500]}", flush=True)
+        gc.collect()
+        if not dry:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError as error:  # an illegal access: nothing more can be had from this process
+                print(f"FAILED  all later cases: {error}", flush=True)
+                break
+            torch.cuda.empty_cache()
+    if late:
+        print(f"note: no time was left for {len(late)} cases: {'; '.join(late)}", flush=True)
+    if not dry:
+        print(f"note: at the end a copy moves {copy_rate(device, clock, dry):.0f} GB/s", flush=True)
+    print(gpu_figures.table(all_records), flush=True)
+    return 1 if failed or not all_records else 0
