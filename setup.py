@@ -4,8 +4,12 @@ Environment variables:
 
 - ``MO_FUSED_NATIVE``: ``auto`` (default) builds the native part when the machine can and falls back to a pure-Python
   package with a warning; ``1`` makes a missing native part an error; ``0`` leaves it out.
-- ``CXX``, ``CPPFLAGS``, ``CXXFLAGS``, ``LDFLAGS``: as everywhere; flags that change results are dropped with a warning.
-- ``MAX_JOBS``: the number of compilers at a time (default: ninja's choice).
+- ``MO_FUSED_CUDA``: the same for the CUDA kernels in the native part; where no nvcc is, ``auto`` leaves them out in
+  silence. ``NVCC`` names the nvcc; else PATH, ``CUDA_HOME``, ``CUDA_PATH`` and /usr/local/cuda are searched.
+- ``MO_FUSED_CUDA_ARCHS``: the GPUs to compile for, such as ``80;90`` (default: all of ``ARCHS`` that nvcc knows).
+- ``CXX``, ``CPPFLAGS``, ``CXXFLAGS``, ``LDFLAGS``, ``NVCC_PREPEND_FLAGS``, ``NVCC_APPEND_FLAGS``: as everywhere; flags
+  that change results are dropped with a warning.
+- ``MAX_JOBS``: the number of compilers at a time (default: ninja's choice; of nvcc, one for every 2 GB of free memory).
 
 What was built, or why nothing was, is written to ``mo_fused/build_info.json``, which ``mo-fused doctor`` reads.
 """
@@ -38,12 +42,27 @@ EXTENSION = f"{PACKAGE}._native"
 # The sources that know Python, and those that do not.
 BORDER = sorted(CSRC.glob("*.cpp"))
 KERNELS = sorted(CSRC.glob("cpu/*.cpp"))
+CUDA_SOURCES = sorted(CSRC.glob("cuda/*.cu"))
 OPTIMISE = ["-O3", "-g0", "-DNDEBUG"]
 # These make bits depend on the compiler and the machine; at the link, -Ofast and -ffast-math also switch denormal
 # numbers off for the whole process.
 CHANGES_RESULTS = re.compile(
     r"-Ofast|-ffast-math|-funsafe-math-optimizations|-fassociative-math|-freciprocal-math|-ffinite-math-only"
     r"|-fno-signed-zeros|-ffp-contract=.*|-ffp-model=.*|-fopenmp.*|-mfma|-mdaz-ftz"
+)
+CHANGES_DEVICE_RESULTS = re.compile(r"(?<!\S)--?(?:use_fast_math|(?:fmad|ftz|prec-div|prec-sqrt)[=\s]\s*\S+)(?!\S)")
+OLDEST_CUDA = (12, 4)
+USUAL_NVCC = "/usr/local/cuda/bin/nvcc"
+ARCHS = ("75", "80", "86", "89", "90", "100", "120")
+CUDA_PROBE = """
+__global__ void probe(float* a) { if constexpr (true) a[threadIdx.x] *= 2; }
+int start(float* a) { probe<<<1, 32>>>(a); return int(cudaGetLastError()); }
+"""
+# Programs that stand before a compiler and are none.
+LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
+GET_NVCC = (
+    f"install NVIDIA's CUDA toolkit, {OLDEST_CUDA[0]}.{OLDEST_CUDA[1]} or newer, "
+    "or name the nvcc of an installed one with NVCC"
 )
 GET_COMPILER = (
     "install a C++17 compiler (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; "
@@ -60,9 +79,25 @@ class Unavailable(Exception):
         self.remedy = remedy
 
 
+class NoCuda(Unavailable):
+    """The native part can be built, but not its CUDA kernels."""
+
+
+@dataclass
+class Cuda:
+    """An nvcc that compiles, for which GPUs, and the static runtime that goes with it."""
+
+    nvcc: list[str]
+    version: str
+    archs: list[str]
+    flags: list[str]
+    host_flags: list[str]
+    libs: list[str]
+
+
 @dataclass
 class Toolchain:
-    """What a native build needs, found and tried."""
+    """What a native build needs, found and tried. ``cuda`` may be the reason why there is none."""
 
     cxx: list[str]
     compiler: str
@@ -71,26 +106,46 @@ class Toolchain:
     includes: list[str]
     isas: dict[str, list[str]] = field(default_factory=dict)
     isas_missing: dict[str, str] = field(default_factory=dict)
+    cuda: Cuda | NoCuda = field(default_factory=lambda: NoCuda("it was not looked for", GET_NVCC))
 
 
 def say(text: str) -> None:
     print(f"{PACKAGE}: {text}", file=sys.stderr, flush=True)
 
 
-def native_mode() -> str:
-    mode = os.environ.get("MO_FUSED_NATIVE", "").strip().lower() or "auto"
+def choice(name: str, text: str) -> str:
+    """The value of a variable that is 0, 1 or auto."""
+    mode = text.strip().lower() or "auto"
     if mode not in ("auto", "0", "1"):
-        raise CompileError(f"MO_FUSED_NATIVE={mode!r}: expected 0, 1 or auto; set one of these or unset it")
+        raise CompileError(f"{name}={mode!r}: expected 0, 1 or auto; set one of these or unset it")
     return mode
 
 
-def jobs() -> list[str]:
+def native_mode() -> str:
+    return choice("MO_FUSED_NATIVE", os.environ.get("MO_FUSED_NATIVE", ""))
+
+
+def cuda_mode() -> str:
+    return choice("MO_FUSED_CUDA", os.environ.get("MO_FUSED_CUDA", ""))
+
+
+def max_jobs() -> int | None:
     text = os.environ.get("MAX_JOBS", "").strip()
     if not text:
-        return []
+        return None
     if not text.isdecimal() or int(text) < 1:
         raise CompileError(f"MAX_JOBS={text!r}: expected a whole number of at least 1; set one or unset it")
-    return ["-j", text]
+    return int(text)
+
+
+def nvccs_at_a_time(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """One nvcc for every 2 GB of available memory, at least one, and no more than MAX_JOBS."""
+    try:
+        found = re.search(r"^MemAvailable:\s*(\d+) kB$", meminfo.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    fitting = max(1, int(found[1]) * 1024 // 2_000_000_000) if found else 1
+    return min(fitting, max_jobs() or fitting)
 
 
 def env_flags(name: str) -> list[str]:
@@ -101,10 +156,28 @@ def env_flags(name: str) -> list[str]:
     return [f for f in flags if f not in dropped]
 
 
-def attempt(command: list[str]) -> tuple[bool, str]:
+def nvcc_environment(archs: int = 1) -> dict[str, str]:
+    """The environment for nvcc: without flags that change results, and with leave to compile for several GPUs at once.
+
+    Threads go this way and not into build.ninja, where another number would compile everything again.
+    """
+    env = dict(os.environ)
+    for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        dropped = [found[0] for found in CHANGES_DEVICE_RESULTS.finditer(env.get(name, ""))]
+        if dropped:
+            say(f"warning: {' '.join(dropped)} in {name} is left out, because it would change results")
+            env[name] = CHANGES_DEVICE_RESULTS.sub("", env[name])
+    # One or two sources take most of the time, so few threads each keep many cores busy.
+    threads = min((max_jobs() or os.cpu_count() or 1) // 4, archs)
+    if threads > 1:
+        env["NVCC_APPEND_FLAGS"] = f"{env.get('NVCC_APPEND_FLAGS', '')} --threads {threads}".strip()
+    return env
+
+
+def attempt(command: list[str], env: dict[str, str] | None = None) -> tuple[bool, str]:
     """Runs a command; (did it succeed, what it printed)."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
         return False, f"{command[0]}: {error.strerror}"
     return done.returncode == 0, (done.stdout + done.stderr).strip()
@@ -115,21 +188,27 @@ def first_error(text: str) -> str:
     return next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it printed nothing")
 
 
-def read_flags() -> tuple[list[str], dict[str, list[str]]]:
-    """csrc/flags.txt for this machine: the flags of every source, and those of each further instruction set."""
-    machine = {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+def machine() -> str:
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(platform.machine().lower(), platform.machine().lower())
+
+
+def read_flags() -> tuple[list[str], dict[str, list[str]], list[str]]:
+    """csrc/flags.txt for this machine: the flags of every C++ source, those of each instruction set, and nvcc's."""
     common: list[str] = []
     isas: dict[str, list[str]] = {"base": []}
+    device: list[str] = []
     for line in (CSRC / "flags.txt").read_text(encoding="utf-8").splitlines():
         where, *rest = line.split() or ["#"]
-        if where not in ("*", machine):
+        if where not in ("*", "nvcc", machine()):
             continue
         name, *flags = rest
-        if name == "common":
+        if where == "nvcc":
+            device = flags
+        elif name == "common":
             common = flags
         else:
             isas[name] = flags
-    return common, isas
+    return common, isas, device
 
 
 def find_compiler(common: list[str], folder: Path) -> tuple[list[str], str]:
@@ -179,11 +258,142 @@ def find_includes() -> list[str]:
     return [arg for folder in dict.fromkeys([pybind11.get_include(), *python]) for arg in ("-isystem", folder)]
 
 
+def nvcc_candidates() -> list[list[str]]:
+    """NVCC when it is set, else every nvcc in the usual places, best first."""
+    chosen = shlex.split(os.environ.get("NVCC", ""))
+    if chosen:
+        return [chosen]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    places = [shutil.which("nvcc"), *(os.path.join(home, "bin", "nvcc") for home in homes if home), USUAL_NVCC]
+    return [[place] for place in dict.fromkeys(places) if place and shutil.which(place)]
+
+
+def nvcc_release(text: str) -> tuple[str, tuple[int, int]] | None:
+    """The line with the release in what ``nvcc --version`` printed, and the release as (major, minor)."""
+    found = re.search(r"^.*\brelease (\d+)\.(\d+).*$", text, re.MULTILINE)
+    return (found[0].strip(), (int(found[1]), int(found[2]))) if found else None
+
+
+def known_archs(codes: str, archs: str) -> list[str]:
+    """What both of nvcc's lists name, as "90", oldest first; without the variants (90a) that no other GPU runs."""
+    real, virtual = (
+        set(re.findall(rf"^{kind}_(\d+)$", text, re.M)) for kind, text in (("sm", codes), ("compute", archs))
+    )
+    return sorted(real & virtual, key=int)
+
+
+def choose_archs(asked: str, known: list[str]) -> list[str]:
+    """The GPUs to compile for, oldest first: those in MO_FUSED_CUDA_ARCHS (80, 8.0, sm_80), else those of ``ARCHS``."""
+    if not asked.strip():
+        return [arch for arch in ARCHS if arch in known]
+    names = [name for name in re.split(r"[;,\s]+", asked) if name]
+    archs = {re.sub(r"^(?:sm|compute)_|^(\d+)\.(?=\d$)", r"\1", name): name for name in names}
+    unknown = [name for arch, name in archs.items() if arch not in known]
+    if unknown or not archs:
+        raise CompileError(
+            f"MO_FUSED_CUDA_ARCHS={asked!r}: nvcc does not know {', '.join(unknown) or 'a GPU without name'}. "
+            f"It knows {', '.join(known)}; name some of these, such as 80;90, or unset it. NVCC names another nvcc."
+        )
+    return sorted(archs, key=int)
+
+
+def gencode(archs: list[str]) -> list[str]:
+    """Machine code for every one of ``archs``, and for newer GPUs the newest one's PTX, which their driver compiles."""
+    *older, newest = archs
+    real = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in older]
+    return [*real, f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"]
+
+
+def host_flags(cxx: list[str], common: list[str]) -> list[str]:
+    """nvcc's flags for the compiler of the host code."""
+    host = cxx[1:] if len(cxx) > 1 and Path(cxx[0]).name in LAUNCHERS else cxx
+    passed = [*host[1:], *(flag for flag in common if not flag.startswith("-std="))]
+    # nvcc splits at commas.
+    return [f"-ccbin={host[0]}", *("-Xcompiler=" + flag.replace(",", r"\,") for flag in passed)]
+
+
+def runtime_places(dry_run: str) -> list[str]:
+    """The folders that may hold the static runtime, from what ``nvcc --dryrun`` printed and from the environment."""
+    variables = dict(re.findall(r"^#\$ (TOP|LIBRARIES)=(.*)$", dry_run, re.MULTILINE))
+    linked = [arg[2:] for arg in shlex.split(variables.get("LIBRARIES", "")) if arg.startswith("-L")]
+    roots = [variables.get("TOP", "").strip(), os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    target = {"aarch64": "sbsa"}.get(machine(), machine())
+    subfolders = ("lib64", f"targets/{target}-linux/lib", "lib")
+    return [*linked, *(os.path.join(root, sub) for root in roots if root for sub in subfolders)]
+
+
+def try_nvcc(nvcc: list[str], chain: Toolchain, device: list[str], folder: Path) -> Cuda:
+    """Compiles and links a kernel. Raises ``NoCuda``."""
+    name = shlex.join(nvcc)
+    env = nvcc_environment()
+    ok, text = attempt([*nvcc, "--version"])
+    release = nvcc_release(text)
+    if not ok or not release:
+        raise NoCuda(f"{name} does not run ({first_error(text)})", GET_NVCC)
+    version, numbers = release
+    if numbers < OLDEST_CUDA:
+        raise NoCuda(f"{name} is too old (CUDA {numbers[0]}.{numbers[1]})", GET_NVCC)
+    known = known_archs(*(attempt([*nvcc, option], env)[1] for option in ("--list-gpu-code", "--list-gpu-arch")))
+    archs = choose_archs(os.environ.get("MO_FUSED_CUDA_ARCHS", ""), known)
+    if not archs:
+        raise NoCuda(f"{name} knows none of the GPUs {', '.join(ARCHS)}", GET_NVCC)
+    source, obj, out = folder / "kernel.cu", folder / "kernel.o", folder / "kernel.so"
+    source.write_text(CUDA_PROBE)
+    flags = [*device, "-O3", "-DNDEBUG"]
+    host = host_flags(chain.cxx, chain.common)
+    ok, text = attempt([*nvcc, *flags, *gencode(archs[-1:]), *host, "-c", str(source), "-o", str(obj)], env)
+    if not ok or not obj.exists():
+        raise NoCuda(
+            f"{name} cannot compile a kernel ({first_error(text)})",
+            "name a compiler that this nvcc takes with CXX, or another nvcc with NVCC",
+        )
+    places = runtime_places(attempt([*nvcc, "--dryrun", str(source)], env)[1])
+    runtime = next((place for place in places if Path(place, "libcudart_static.a").exists()), None)
+    get_runtime = (
+        "install the whole CUDA toolkit (conda: conda install cuda-cudart-static), or name another nvcc with NVCC"
+    )
+    if runtime is None:
+        raise NoCuda(f"the static runtime of {name}, libcudart_static.a, was not found", get_runtime)
+    # Hidden, so that it is never mixed with the CUDA runtime that torch has loaded.
+    hidden = "-Wl,--exclude-libs,libcudart_static.a"
+    libs = [f"-L{os.path.realpath(runtime)}", "-lcudart_static", "-ldl", "-lrt", "-lpthread", hidden]
+    ok, text = attempt([*chain.cxx, *chain.common, "-shared", "-pthread", str(obj), *libs, "-o", str(out)])
+    if not ok or not out.exists():
+        raise NoCuda(f"a kernel cannot be linked with the static runtime of {name} ({first_error(text)})", get_runtime)
+    return Cuda(nvcc, version, archs, flags, host, libs)
+
+
+def find_cuda(chain: Toolchain, device: list[str], folder: Path) -> Cuda | NoCuda:
+    """The first nvcc that works, or why there is none. Raises ``NoCuda`` where MO_FUSED_CUDA=1 asks for one."""
+    mode = cuda_mode()
+    if mode == "0":
+        return NoCuda("MO_FUSED_CUDA=0 was set when the package was built", "unset it and install again")
+    candidates = nvcc_candidates()
+    why = NoCuda("nvcc was not found (looked at NVCC, PATH, CUDA_HOME, CUDA_PATH and /usr/local/cuda)", GET_NVCC)
+    for i, nvcc in enumerate(candidates):
+        try:
+            return try_nvcc(nvcc, chain, device, folder)
+        except NoCuda as error:
+            why = error if i == 0 else why
+    if mode == "1":
+        raise why
+    if candidates:
+        warn_without_cuda(why)
+    return why
+
+
+def warn_without_cuda(why: Unavailable) -> None:
+    say(
+        f"WARNING: built without the CUDA kernels: {why.reason}.\n"
+        f"  What to do: {why.remedy}. MO_FUSED_CUDA=1 turns this warning into an error, MO_FUSED_CUDA=0 silences it."
+    )
+
+
 def find_toolchain() -> Toolchain:
     """Finds and tries everything that a native build needs. Raises ``Unavailable``."""
     if sys.platform != "linux":
         raise Unavailable(f"the native part is built on Linux only, this is {sys.platform}", "use the eager backend")
-    common, isas = read_flags()
+    common, isas, device = read_flags()
     common = [*env_flags("CPPFLAGS"), *env_flags("CXXFLAGS"), *common]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -197,11 +407,12 @@ def find_toolchain() -> Toolchain:
             else:
                 chain.isas_missing[isa] = f"the compiler does not take its flags ({first_error(text)})"
                 say(f"warning: no {isa} kernels: {chain.isas_missing[isa]}")
+        chain.cuda = find_cuda(chain, device, folder)
     return chain
 
 
 def write_ninja(chain: Toolchain, folder: Path, target: Path) -> None:
-    """Writes build.ninja into ``folder``: kernels once per instruction set, every other source once."""
+    """Writes build.ninja into ``folder``: CPU kernels once per instruction set, every other source once."""
 
     def path(p: Path) -> str:
         return re.sub(r"([$ :])", r"$\1", os.path.relpath(p, folder))
@@ -209,7 +420,10 @@ def write_ninja(chain: Toolchain, folder: Path, target: Path) -> None:
     def words(args: list[str]) -> str:
         return shlex.join(args).replace("$", "$$")
 
+    cuda = chain.cuda if isinstance(chain.cuda, Cuda) else None
     defines = [f"-DMO_HAVE_{isa.upper()}=1" for isa in chain.isas if isa != "base"]
+    if cuda:
+        defines.append("-DMO_HAVE_CUDA=1")
     lines = [
         "ninja_required_version = 1.5",
         f"cxx = {words(chain.cxx)}",
@@ -220,15 +434,31 @@ def write_ninja(chain: Toolchain, folder: Path, target: Path) -> None:
         "  deps = gcc",
         "  description = compile $out",
         "rule link",
-        f"  command = $cxx -shared -pthread {words(env_flags('LDFLAGS'))} $in -o $out",
+        f"  command = $cxx -shared -pthread {words(env_flags('LDFLAGS'))} $in $libs -o $out",
         "  description = link $out",
     ]
+    if cuda:
+        device = [*cuda.flags, "-DMO_ISA=device", "-DMO_HAVE_CUDA=1", *gencode(cuda.archs), *cuda.host_flags]
+        lines += [
+            f"libs = {words(cuda.libs)}",
+            f"nvcc = {words(cuda.nvcc)}",
+            "pool nvcc",
+            f"  depth = {nvccs_at_a_time()}",
+            "rule nvcc",
+            f"  command = $nvcc -MD -MF $out.d {words(device)} -I {path(CSRC)} -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "  pool = nvcc",
+            "  description = compile $out",
+        ]
     objects: list[str] = []
 
-    def compile_one(source: Path, suffix: str, extra: list[str]) -> None:
+    def compile_one(source: Path, suffix: str, extra: list[str], rule: str = "compile") -> None:
         objects.append(f"obj/{source.relative_to(CSRC).with_suffix('')}{suffix}.o")
-        lines.extend([f"build {objects[-1]}: compile {path(source)}", f"  extra = {words(extra)}"])
+        lines.extend([f"build {objects[-1]}: {rule} {path(source)}", f"  extra = {words(extra)}"])
 
+    for source in CUDA_SOURCES if cuda else []:  # first, because they take longest
+        compile_one(source, "", [], "nvcc")
     for source in BORDER:
         compile_one(source, "", chain.includes)
     for source in KERNELS:
@@ -256,30 +486,44 @@ def try_import(library: Path) -> None:
         )
 
 
+def compile_native(chain: Toolchain, folder: Path, target: Path) -> None:
+    """Compiles the extension in ``folder``, loads it, and copies it to ``target``. Raises ``Unavailable``."""
+    write_ninja(chain, folder, target)
+    limit = max_jobs()
+    env = nvcc_environment(len(chain.cuda.archs)) if isinstance(chain.cuda, Cuda) else None
+    ok, text = attempt([*chain.ninja, "-C", str(folder), *(["-j", str(limit)] if limit else [])], env)
+    print(text, flush=True)
+    if not ok:
+        raise Unavailable(
+            f"compiling the native part failed ({first_error(text)})",
+            f"the compiler is {chain.compiler}; try another with CXX, or report the output above; "
+            "MO_FUSED_NATIVE=0 installs without it",
+        )
+    if "_PYTHON_HOST_PLATFORM" not in os.environ:
+        try_import(folder / target.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / target.name, target)
+
+
 def build_native(target: Path) -> dict[str, object]:
     """Builds the extension and copies it to ``target``; returns what belongs in build_info.json about it."""
     import fcntl  # not on every system, unlike this file
 
-    at_a_time = jobs()
+    max_jobs()  # a bad value is an error before anything else happens
     chain = find_toolchain()
     # Not setuptools' build_temp: that is a new folder for every editable install, and ninja would start from nothing.
     folder = ROOT / "build" / f"native-{sysconfig.get_config_var('SOABI')}"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        write_ninja(chain, folder, target)
-        ok, text = attempt([*chain.ninja, "-C", str(folder), *at_a_time])
-        print(text, flush=True)
-        if not ok:
-            raise Unavailable(
-                f"compiling the native part failed ({first_error(text)})",
-                f"the compiler is {chain.compiler}; try another with CXX, or report the output above; "
-                "MO_FUSED_NATIVE=0 installs without it",
-            )
-        if "_PYTHON_HOST_PLATFORM" not in os.environ:
-            try_import(folder / target.name)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / target.name, target)
+        try:
+            compile_native(chain, folder, target)
+        except Unavailable as error:
+            if isinstance(chain.cuda, NoCuda) or cuda_mode() == "1":
+                raise
+            chain.cuda = NoCuda(f"with them, {error.reason}", f"report the output above ({chain.cuda.version})")
+            warn_without_cuda(chain.cuda)
+            compile_native(chain, folder, target)
     return {
         "compiler": chain.compiler,
         "flags": [*chain.common, *OPTIMISE],
@@ -287,7 +531,14 @@ def build_native(target: Path) -> dict[str, object]:
         "isas_missing": chain.isas_missing,
         "platform": sysconfig.get_platform(),
         "python": sysconfig.get_config_var("SOABI"),
+        **cuda_info(chain.cuda),
     }
+
+
+def cuda_info(cuda: Cuda | NoCuda) -> dict[str, object]:
+    if isinstance(cuda, NoCuda):
+        return {"cuda": False, "cuda_reason": cuda.reason, "cuda_remedy": cuda.remedy}
+    return {"cuda": True, "cuda_archs": cuda.archs, "cuda_flags": cuda.flags, "nvcc": cuda.version}
 
 
 class Build(build):
@@ -302,20 +553,26 @@ class BuildNative(build_ext):
     """setuptools' build_ext with ninja in place of its compiler, and with a package without native part as fallback."""
 
     def build_extensions(self) -> None:
-        mode = native_mode()
+        native, cuda = native_mode(), cuda_mode()
         target = Path(self.get_ext_fullpath(EXTENSION))
         info: dict[str, object] = {"version": self.distribution.get_version(), "native": True}
         try:
-            if mode == "0":
+            if native == "0":
                 raise Unavailable("MO_FUSED_NATIVE=0 was set when the package was built", "unset it and install again")
             info.update(build_native(target))
         except Unavailable as error:
-            if mode == "1":
+            if native == "1" and not isinstance(error, NoCuda):
                 raise CompileError(
                     f"MO_FUSED_NATIVE=1 asks for the native part, but {error.reason}.\n"
                     f"What to do: {error.remedy}; or set MO_FUSED_NATIVE=auto for a package without it."
                 ) from error
+            if cuda == "1":
+                raise CompileError(
+                    f"MO_FUSED_CUDA=1 asks for the CUDA kernels, but {error.reason}.\n"
+                    f"What to do: {error.remedy}; or set MO_FUSED_CUDA=auto for a package without them."
+                ) from error
             info.update(native=False, reason=error.reason, remedy=error.remedy)
+            info.update(cuda_info(NoCuda("there is no native part", error.remedy)))
             say(
                 f"WARNING: built without the native part: {error.reason}.\n"
                 f"  The package works, but its optimizers run on the slower eager backend.\n"
@@ -350,7 +607,6 @@ class BuildNative(build_ext):
         return mapping
 
 
-setup(
-    ext_modules=[Extension(EXTENSION, sources=[str(s.relative_to(ROOT)) for s in (*BORDER, *KERNELS)])],
-    cmdclass={"build": Build, "build_ext": BuildNative},
-)
+if __name__ == "__main__":  # so that tests can import the functions above
+    sources = [str(s.relative_to(ROOT)) for s in (*BORDER, *KERNELS)]
+    setup(ext_modules=[Extension(EXTENSION, sources=sources)], cmdclass={"build": Build, "build_ext": BuildNative})

@@ -1,10 +1,11 @@
-"""Host time of a step on a GPU: Python, the address scan and Triton's launch preparation, without any launch.
+"""Host time of a step on a GPU: Python, the address scan and the preparation of launches, without any launch.
 
     python -m bench.bench_host                 # a CPU is enough; 500 tensors in 20 groups
+    python -m bench.bench_host --backend cuda
 
 Everything is real but the device: the tensors lie in the CPU's memory, so the kernels, which never run, get addresses
-that a GPU could not read, and Triton's driver is the stub of bench/stub_driver.py. Not counted: the driver's own launch
-call, about 3 us each. Beside it torch's fused AdamW is not shown, because its host time cannot be taken apart from its
+that a GPU could not read. Triton's driver is the stub of bench/stub_driver.py; of the CUDA backend the native call is
+left out. Not counted: the driver's own launch call, about 3 us each. Beside it torch's fused AdamW is not shown, because its host time cannot be taken apart from its
 CPU kernels; bench/gpu_check.sh measures both on a GPU.
 """
 
@@ -20,6 +21,7 @@ import torch
 import mo_fused
 from bench import stub_driver
 from mo_fused import dispatch
+from mo_fused.backends import cuda
 
 
 def median_ms(prepare: Callable[[int], None], step: Callable[[], None], repetitions: int) -> float:
@@ -33,7 +35,7 @@ def median_ms(prepare: Callable[[int], None], step: Callable[[], None], repetiti
     return statistics.median(times) * 1e3
 
 
-def cases(tensors: int, groups: int, repetitions: int) -> dict[str, tuple[float, int]]:
+def cases(tensors: int, groups: int, repetitions: int, backend: str) -> dict[str, tuple[float, int]]:
     """(milliseconds, launches) by case."""
     params = [torch.nn.Parameter(torch.zeros(64)) for _ in range(tensors)]
     grads = [[torch.ones(64) for _ in params] for _ in range(2)]
@@ -48,7 +50,7 @@ def cases(tensors: int, groups: int, repetitions: int) -> dict[str, tuple[float,
     options = {"bare step": {}, "clip + skip": {"max_grad_norm": 1.0, "skip_nonfinite": True}}
     options["clip + skip + stats"] = {**options["clip + skip"], "stats": True}
     for name, chosen in options.items():
-        opt = mo_fused.AdamW(settings, lr=1e-3, backend="triton", **chosen)
+        opt = mo_fused.AdamW(settings, lr=1e-3, backend=backend, **chosen)
 
         def new_rate(i: int, opt: torch.optim.Optimizer = opt) -> None:
             for group in opt.param_groups:
@@ -74,13 +76,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tensors", type=int, default=500)
     parser.add_argument("--groups", type=int, default=20)
+    parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     parser.add_argument("--repetitions", type=int, default=200)
     args = parser.parse_args()
-    stub_driver.install()
-    # The kernels are compiled, but offered the CPU's tensors, as in the interpreter.
-    dispatch.triton_interprets = lambda: True
-    print(f"{args.tensors} tensors in {args.groups} groups, median of {args.repetitions}")
-    for name, (ms, launches) in cases(args.tensors, args.groups, args.repetitions).items():
+    # The kernels are offered the CPU's tensors, as in the tests.
+    if args.backend == "triton":
+        stub_driver.install()
+        dispatch.triton_interprets = lambda: True
+    else:
+        dispatch.cuda_problem = lambda: ""
+        dispatch.cuda_shim = lambda: True
+        cuda.launch = lambda step: stub_driver.launched.append("cuda")
+    print(f"{args.backend}: {args.tensors} tensors in {args.groups} groups, median of {args.repetitions}")
+    for name, (ms, launches) in cases(args.tensors, args.groups, args.repetitions, args.backend).items():
         print(f"{name:<46} {ms:7.3f} ms  {launches} launches")
 
 

@@ -1,4 +1,4 @@
-"""Checks of what only a GPU has: CUDA graphs, waiting, streams, device memory, indices beyond 32 bits."""
+"""Checks of what only a GPU has: a choice of backends, CUDA graphs, waiting, streams, memory, long indices."""
 
 from __future__ import annotations
 
@@ -7,15 +7,49 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from gpu_backends import by_environment
 from gpu_numbers import RULES
 from gpu_place import Place, check, close, differences, fields, on_backend, same_bits
 from torch import Tensor
 from torch.nn import Parameter
 
 import mo_fused
+from mo_fused import dispatch
 
 F32, BF16 = torch.float32, torch.bfloat16
 MIB = 1 << 20
+CUDA_NEEDS = (7, 5)
+"""Compute capability."""
+
+
+def choice(place: Place) -> str:
+    """Unasked, a GPU gets the CUDA kernels where there are any; MO_FUSED_BACKEND overrides that, ``backend=`` both."""
+    built = not dispatch.cuda_problem() and torch.cuda.get_device_capability(place.device) >= CUDA_NEEDS
+    usual = "cuda" if built else "triton"
+    # (MO_FUSED_BACKEND, backend=, what has to serve)
+    asked = [(None, None, usual), (None, "triton", "triton"), ("triton", None, "triton")]
+    if built:
+        asked += [("cuda", None, "cuda"), ("triton", "cuda", "cuda"), ("cuda", "triton", "triton")]
+    for variable, argument, expected in asked:
+        with by_environment(variable):
+            params = place.parameters([(33, 7), (129,)])
+            opt = mo_fused.AdamW(params, **({} if argument is None else {"backend": argument}))
+            try:
+                on_backend(opt, expected)
+                opt.step()
+                on_backend(opt, expected)
+                utilities = dispatch.choose(params[0]).backend
+                check(argument or utilities == expected, f"the gradient utilities would use {utilities}")
+            except AssertionError as error:
+                raise AssertionError(f"MO_FUSED_BACKEND={variable}, backend={argument}: {error}") from error
+    if dispatch.cuda_problem():
+        try:
+            mo_fused.AdamW(place.parameters([(3,)]), backend="cuda").step()
+        except RuntimeError as error:
+            check(dispatch.cuda_problem() in str(error), f'backend="cuda" gives no reason: {error}')
+        else:
+            raise AssertionError('backend="cuda" was accepted without CUDA kernels')
+    return f"{usual} where nothing is asked; {len(asked)} ways to ask"
 
 
 def _mixed(place: Place) -> list[Tensor]:
@@ -85,7 +119,7 @@ def _graph_of(place: Place, name: str) -> list[str]:
     for t in range(3):
         _set_grads(stepped, bases, t, False)
         plain.step()
-    on_backend(ours)
+    place.must_serve(ours)
     for p in captured:  # a captured backward pass has its gradients in the graph's own memory
         assert p.grad is not None
         p.grad = p.grad.clone()
@@ -180,7 +214,7 @@ def no_sync(place: Place) -> str:
                     seen = opt.last_step.grad_norm, opt.last_step.clip_coef, opt.last_step.skipped
             except RuntimeError as error:
                 raise AssertionError(f"{name}, {type(scaler).__module__}: the host waited: {error}") from error
-            on_backend(opt)
+            place.must_serve(opt)
             check(all(v is None or v.is_cuda for v in seen), f"{name}: statistics are on another device")
     return f"{len(CAPTURED)} optimizers without and with both scalers: same step, another rate, gradients elsewhere"
 
@@ -212,6 +246,7 @@ def streams(place: Place) -> str:
                 norm = opt.last_step.grad_norm.clone()
             check(not on_stream or not stream.query(), "the host was meant to be ahead of the stream")
             stream.synchronize()
+            place.must_serve(opt)
             sides.append([*copies, norm])
         check(all(map(same_bits, *sides)), f"{kind.__name__}: a step on another stream gave another result")
     return "AdamW and SGD, 3 steps each behind 50 ms of other work"
@@ -239,6 +274,7 @@ def memory(place: Place) -> str:
                 torch.cuda.synchronize()
                 grown.append(_requested("peak") - before)
             state = sum(v.numel() * v.element_size() for s in opt.state.values() for v in s.values())
+            place.must_serve(opt)
             worst_first = max(worst_first, grown[0] - state)
             worst_later = max(worst_later, *grown[1:])
             del params, opt
@@ -259,7 +295,7 @@ def beyond_32_bits(place: Place) -> str:
     p.grad[at] = 2.0
     opt = mo_fused.SGD([p], lr=0.25, max_grad_norm=1e6, **place.options)
     opt.step()
-    on_backend(opt)
+    place.must_serve(opt)
     check(bool((p.detach()[at] == 0.5).all()), f"elements at the ends are {p.detach()[at].tolist()}, expected 0.5")
     others = p.detach()[8 : border - 8]
     check(all(bool((part == 1.0).all()) for part in others.split(1 << 28)), "an element without a gradient was changed")

@@ -1,4 +1,4 @@
-"""Races on a GPU: mo_fused against torch's fused optimizers, taking turns in one run.
+"""Races on a GPU: both backends of mo_fused and torch's fused optimizers, taking turns in one run.
 
     python bench/gpu_check.py bench [--dry-run] [--seconds N] [--json FILE]
 
@@ -10,6 +10,7 @@ contenders step the same parameters with the same gradients and the same state t
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import time
 import traceback
@@ -22,7 +23,8 @@ from typing import Any
 import gpu_figures
 import measure
 import torch
-from gpu_place import BACKEND, on_backend
+from gpu_backends import under_test, why_not
+from gpu_place import on_backend
 from gpu_race import DeviceClock, DeviceRace, HostClock, copy_rate
 from measure import Contender, Goal, Sample
 from torch import Tensor
@@ -32,9 +34,14 @@ import mo_fused
 
 GROUPS = 465
 """Of a model for which torch's fused step was reported to take 58.8 ms of host time."""
-OWN_SCALER, TORCH_SCALER = f"{OURS}, its scaler", f"{OURS}, torch's scaler"
+OWN_SCALER, TORCH_SCALER = "its scaler", "torch's scaler"
 THEIRS = {"step": FUSED, "clip": f"{FUSED}, clipping", "scaler": f"{FUSED}, scaler, clipping"}
-MAX_ROUNDS = 40
+MAX_ROUNDS = 30
+
+
+def ours(backend: str, scaler: str = "") -> str:
+    """The name of a contender of ours."""
+    return f"{OURS} {backend}, {scaler}" if scaler else f"{OURS} {backend}"
 
 
 # -- contenders -------------------------------------------------------------------------------------------------------
@@ -46,6 +53,8 @@ class Stage:
 
     device: torch.device
     dry: bool
+    backends: Sequence[str]
+    """Those of ours that take part."""
 
     def parameters(self, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
         """Parameters with random values and gradients, made where they are needed: two billion take long elsewhere."""
@@ -112,10 +121,16 @@ def under_scaler(
     return call
 
 
+def our_options(backend: str, how: str) -> dict[str, Any]:
+    """Arguments of our optimizer, which clips by itself."""
+    return {"backend": backend, "max_grad_norm": None if how == "step" else MAX_NORM}
+
+
 def race(stage: Stage, rule: str, how: str, params: list[Tensor], groups: Any) -> list[Contender]:
-    """Contenders of a race, ours first, torch's last.
+    """Contenders of a race: ours with each backend, torch's last.
 
     Args:
+        stage: where, and with which backends.
         rule: "AdamW" or "SGD".
         how: "step", "clip" or "scaler" (with clipping).
         params: all parameters.
@@ -127,34 +142,39 @@ def race(stage: Stage, rule: str, how: str, params: list[Tensor], groups: Any) -
     def contender(name: str, call: Callable[[], Any], extra: str) -> Contender:
         return Contender(name, call, float(numel * gpu_figures.bytes_a_parameter(rule, extra, size)))
 
+    under = partial(under_scaler, device=stage.device)
+    out: list[Contender] = []
+    steppers: list[torch.optim.Optimizer] = []
+    for backend in stage.backends:
+        own = our(groups(), **our_options(backend, how))
+        steppers.append(own)
+        if how == "scaler":
+            second = our(groups(), **our_options(backend, how))
+            steppers.append(second)
+            by_own = under(mo_fused.GradScaler, optimizer=own, clipped=[])
+            by_torchs = under(torch.amp.GradScaler, optimizer=second, clipped=[])
+            out += [
+                contender(ours(backend, OWN_SCALER), by_own, "own scaler, clip inside"),
+                contender(ours(backend, TORCH_SCALER), by_torchs, "torch's scaler, clip inside"),
+            ]
+        else:
+            out.append(contender(ours(backend), own.step, "clip inside" if how == "clip" else "step"))
     other = their(groups())
-    options: dict[str, Any] = {"backend": BACKEND, "max_grad_norm": None if how == "step" else MAX_NORM}
-    own = our(groups(), **options)
+    share_state([*steppers, other])
     if how == "scaler":
-        second = our(groups(), **options)
-        share_state([own, second, other])
-        under = partial(under_scaler, device=stage.device)
-        ours_under, theirs_under = mo_fused.GradScaler, torch.amp.GradScaler
-        return [
-            contender(OWN_SCALER, under(ours_under, optimizer=own, clipped=[]), "own scaler, clip inside"),
-            contender(TORCH_SCALER, under(theirs_under, optimizer=second, clipped=[]), "torch's scaler, clip inside"),
-            contender(THEIRS[how], under(theirs_under, optimizer=other, clipped=params), "torch's scaler, clip before"),
-        ]
-    share_state([own, other])
-    if how == "clip":
-        return [
-            contender(OURS, own.step, "clip inside"),
-            contender(THEIRS[how], after_clipping(other, params), "clip before"),
-        ]
-    return [contender(OURS, own.step, "step"), contender(THEIRS[how], other.step, "step")]
+        call, extra = under(torch.amp.GradScaler, optimizer=other, clipped=params), "torch's scaler, clip before"
+    elif how == "clip":
+        call, extra = after_clipping(other, params), "clip before"
+    else:
+        call, extra = other.step, "step"
+    return [*out, contender(THEIRS[how], call, extra)]
 
 
-def agree(stage: Stage, rule: str, how: str, dtype: torch.dtype) -> None:
-    """Refuses to time contenders that do not do the same: three steps on small tensors, compared."""
+def agree(stage: Stage, backend: str, rule: str, how: str, dtype: torch.dtype) -> None:
+    """Refuses to time what does not do the same as torch's: three steps on small tensors, compared."""
     our, their = MAKERS[rule]
     first, second = (stage.parameters([(33, 7), (129,), (1,)], dtype) for _ in range(2))
-    options: dict[str, Any] = {"backend": BACKEND, "max_grad_norm": None if how == "step" else MAX_NORM}
-    one, other = our(first, **options), their(second)
+    one, other = our(first, **our_options(backend, how)), their(second)
     for step in range(3):
         for p, q in zip(first, second, strict=True):
             p.grad = torch.full_like(p, 0.1 * (step + 1))
@@ -163,7 +183,7 @@ def agree(stage: Stage, rule: str, how: str, dtype: torch.dtype) -> None:
             clip_(second)
         one.step()
         other.step()
-    on_backend(one)
+    on_backend(one, backend)
     digits = {torch.bfloat16: 2.0**-7}.get(dtype, 1e-5)
     for p, q in zip(first, second, strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), rtol=digits, atol=3 * LR * digits)
@@ -202,21 +222,24 @@ class Case:
         words = {"step": "step", "clip": "clip + step", "scaler": "scaler + clip + step"}[self.how]
         return f"{self.workload}, {words}"
 
-    def goals(self) -> list[Goal]:
+    def goals(self, backends: Sequence[str]) -> list[Goal]:
+        """The same for every backend."""
         if not self.in_memory:
             return []  # the goal is the host's time
-        if self.how == "step":
-            return [Goal(OURS, THEIRS["step"], 1.0)]
-        if self.how == "clip":
-            return [Goal(OURS, THEIRS["clip"], 1.25)]
-        return [Goal(OWN_SCALER, THEIRS["scaler"], 1.4), Goal(TORCH_SCALER, THEIRS["scaler"], 1.15)]
+        wanted = {
+            "step": {"": 1.0},
+            "clip": {"": 1.25},
+            "scaler": {OWN_SCALER: 1.4, TORCH_SCALER: 1.15},
+        }[self.how]
+        return [Goal(ours(b, scaler), THEIRS[self.how], least) for b in backends for scaler, least in wanted.items()]
 
 
 def cases() -> list[Case]:
     """What matters most comes first: the clock may cut the list short."""
     order = ("GPT-2 0.5 B", "GPT-2 1.9 B", "GPT-2 0.1 B")
     both = ("step", "clip")
-    out = [Case(name, MODELS[name], dtype, how) for name in order for dtype in DTYPES for how in (*both, "scaler")]
+    hows = {name: (*both, "scaler") for name in order[:2]} | {order[2]: both}
+    out = [Case(name, MODELS[name], dtype, how) for name in order for dtype in DTYPES for how in hows[name]]
     for name, shapes in MANY.items():
         out += [Case(name, shapes, dtype, how, in_memory=False) for dtype in DTYPES for how in both]
     name, shapes = next(iter(MANY.items()))
@@ -233,14 +256,14 @@ def dry_cases() -> list[Case]:
         Case("GPT-2 tiny", model, "fp32", "step"),
         Case("GPT-2 tiny", model, "bf16", "clip"),
         Case("GPT-2 tiny", model, "fp32", "scaler"),
-        Case("4 x 64", many, "bf16", "step", in_memory=False),
         Case("4 x 64, 2 groups", many, "fp32", "clip", groups=2, in_memory=False),
         Case("GPT-2 tiny, SGD momentum", model, "fp32", "clip", rule="SGD"),
     ]
 
 
-def records(case: Case, held: DeviceRace, copy: float, dry: bool) -> list[dict[str, Any]]:
+def records(case: Case, held: DeviceRace, copy: float, stage: Stage) -> list[dict[str, Any]]:
     """One record a contender, with the names of bench/results and what only a device has."""
+    backend_of = {ours(b, scaler): b for b in stage.backends for scaler in ("", OWN_SCALER, TORCH_SCALER)}
     contenders = {c.name: c for c in held.contenders}
     samples: dict[str, Sample] = held.samples()
     of_device = {name: gpu_figures.quartiles(times)[1] for name, times in held.device_times.items()}
@@ -258,7 +281,7 @@ def records(case: Case, held: DeviceRace, copy: float, dry: bool) -> list[dict[s
                 "measured": g.measured(samples),
                 "reached": g.reached(samples),
             }
-            for g in case.goals()
+            for g in case.goals(stage.backends)
             if g.subject == name
         ]
         if not case.in_memory and name != reference:
@@ -277,7 +300,8 @@ def records(case: Case, held: DeviceRace, copy: float, dry: bool) -> list[dict[s
                 "case": case.title,
                 "dtype": case.dtype,
                 "contender": name,
-                "quick": dry,
+                "backend": backend_of.get(name),
+                "quick": stage.dry,
                 "median_ms": sample.median * 1e3,
                 "low_ms": sample.low * 1e3,
                 "high_ms": sample.high * 1e3,
@@ -306,20 +330,33 @@ def p_numel(shape: Sequence[int]) -> int:
 
 
 def hold(case: Case, stage: Stage, clock: HostClock | DeviceClock, budget_s: float) -> DeviceRace:
-    """Agreement, set-up, warm-up and the rounds of one case."""
-    dtype = DTYPES[case.dtype]
-    agree(stage, case.rule, case.how, dtype)
-    params = stage.parameters(case.shapes, dtype)
+    """Set-up, warm-up and the rounds of one case."""
+    params = stage.parameters(case.shapes, DTYPES[case.dtype])
     contenders = race(
         stage, case.rule, case.how, params, lambda: in_groups(params, case.groups) if case.groups > 1 else params
     )
     held = DeviceRace(contenders, 1e-4 if stage.dry else 0.01, clock)
     held.warm_up()
-    held.run(budget_s, 2 if stage.dry else MAX_ROUNDS)
+    held.run(budget_s, 1 if stage.dry else MAX_ROUNDS)
     return held
 
 
-def circumstances(device: torch.device, copy: float) -> dict[str, Any]:
+def able(case: Case, stage: Stage) -> list[str]:
+    """The backends that do in this case what torch's optimizer does; says so about the others."""
+    found = []
+    for backend in stage.backends:
+        try:
+            agree(stage, backend, case.rule, case.how, DTYPES[case.dtype])
+            found.append(backend)
+        except Exception as error:  # the other backends race all the same
+            traceback.print_exc()
+            print(f"FAILED  {case.title} {case.dtype}, {ours(backend)}: {str(error)[:500]}", flush=True)
+    if not found:
+        raise RuntimeError("no backend does what torch's optimizer does")
+    return found
+
+
+def circumstances(device: torch.device, copy: float, dry: bool) -> dict[str, Any]:
     """Machine and versions, as in bench/results, with the GPU."""
     facts = measure.circumstances()
     facts["commit"] = facts["commit"] or os.environ.get("MO_FUSED_COMMIT")
@@ -330,7 +367,8 @@ def circumstances(device: torch.device, copy: float) -> dict[str, Any]:
     except ImportError:
         facts["triton"] = None
     facts["gpu"] = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-    return {**facts, "backend": BACKEND, "cuda": torch.version.cuda, "copy_gb_per_s": copy}
+    facts["cuda_kernels"] = why_not("cuda", dry) or "raced"
+    return {**facts, "cuda": torch.version.cuda, "copy_gb_per_s": copy}
 
 
 def run(dry: bool, seconds: float, json: Path | None) -> int:
@@ -340,11 +378,19 @@ def run(dry: bool, seconds: float, json: Path | None) -> int:
         print("FAILED  all cases: no GPU that torch can use; --dry-run runs on the CPU", flush=True)
         return 1
     device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
-    stage, clock = Stage(device, dry), HostClock() if dry else DeviceClock()
+    backends, clock = under_test(dry), HostClock() if dry else DeviceClock()
+    if not backends:
+        print("FAILED  all cases: no backend is left to race", flush=True)
+        return 1
     copy = copy_rate(device, clock, dry)
-    facts = circumstances(device, copy)
+    facts = circumstances(device, copy, dry)
     print(measure.heading(facts), flush=True)
     print(f"note: {facts['gpu'] or 'CPU'}, a plain copy moves {copy:.0f} GB/s (read and written)", flush=True)
+    # Optimizers import it when they are made first. What is there now would take a fifth of a second of every round's
+    # garbage collection.
+    importlib.import_module("torch._dynamo")
+    gc.collect()
+    gc.freeze()
     todo, all_records, failed, late = dry_cases() if dry else cases(), [], 0, []
     for i, case in enumerate(todo):
         left = seconds - (time.perf_counter() - start)
@@ -353,8 +399,10 @@ def run(dry: bool, seconds: float, json: Path | None) -> int:
             continue
         began = time.perf_counter()
         try:
+            stage = Stage(device, dry, able(case, Stage(device, dry, backends)))
+            failed += len(stage.backends) < len(backends)
             # What is left is dealt out to what is left; setting up takes some of it.
-            found = records(case, hold(case, stage, clock, 0.5 * left / (len(todo) - i)), copy, dry)
+            found = records(case, hold(case, stage, clock, 0.5 * left / (len(todo) - i)), copy, stage)
             measure.append(str(json) if json else None, found, facts)
             all_records += found
             print(f"{case.title} {case.dtype}: {time.perf_counter() - began:.1f} s", flush=True)
@@ -375,4 +423,5 @@ def run(dry: bool, seconds: float, json: Path | None) -> int:
     if not dry:
         print(f"note: at the end a copy moves {copy_rate(device, clock, dry):.0f} GB/s", flush=True)
     print(gpu_figures.table(all_records), flush=True)
+    gc.unfreeze()
     return 1 if failed or not all_records else 0

@@ -2,7 +2,8 @@
 
     python bench/gpu_check.py prepare | environment | build | installed | verify | bench | tests | report
 
-`prepare` is for a machine with a network; all others need none. Only `verify` and `bench` import torch.
+`prepare` is for a machine with a network; all others need none. `report` and the dry runs of `environment` and `tests`
+do without torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import gpu_backends
 import gpu_figures
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,6 +39,8 @@ NOT_INSTALLED = "not installed"
 PARALLEL_TESTS = "pytest-xdist"
 DRY_TESTS = ("test_step_protocol.py", "-k", "no_gradient or hooks")
 """The few tests of the dry run."""
+NOT_RUN = 77
+"""Exit status of a step that has nothing to run here."""
 
 
 def say(text: str) -> None:
@@ -212,10 +216,11 @@ def build(dry: bool) -> int:
 
 
 def installed() -> int:
-    """Says which mo_fused this interpreter imports; fails when it has no native part."""
+    """Says which mo_fused this interpreter imports and what it has for a GPU; fails when it has no native part."""
     from mo_fused import cli, dispatch
 
     cli.main(["doctor"])
+    say(f"CUDA kernels: {dispatch.cuda_problem() or 'usable'}")
     say(f"mo_fused: {importlib.metadata.version('mo-fused')} from {Path(dispatch.__file__).parent}")
     if dispatch.native() is None:
         say(f"FAILED: no native part: {dispatch.native_problem()}")
@@ -224,25 +229,28 @@ def installed() -> int:
 
 
 def suite() -> list[Path]:
-    """The modules that run against the Triton backend, as tests/shards.py lists them."""
+    """The modules that run against a GPU's backends, as tests/shards.py lists them."""
     sys.path.append(str(TESTS))
     from shards import SHARDS
 
     return [TESTS / f"{name}.py" for shard in SHARDS for name in shard]
 
 
-def tests(dry: bool, junit: Path | None) -> int:
-    """The test-suite on the backend under test; replaces this process, so that a signal reaches pytest."""
-    backend = os.environ.get("MO_FUSED_BACKEND") or "triton"
+def tests(dry: bool, backend: str, junit: Path | None) -> int:
+    """The test-suite on one backend; replaces this process, so that a signal reaches pytest."""
+    reason = gpu_backends.why_not(backend, dry)
+    if reason:
+        say(f"not run: {reason}")
+        return NOT_RUN
     env = {**os.environ, "MO_FUSED_TEST_BACKEND": backend, "MO_FUSED_TEST_DEVICE": "cpu" if dry else "cuda"}
     words = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
     if junit is not None:
         words.append(f"--junitxml={junit}")
     if dry:
-        env["TRITON_INTERPRET"] = "1"
+        env |= {"TRITON_INTERPRET": "1"} if backend == "triton" else {}
         words += [str(TESTS / DRY_TESTS[0]), *DRY_TESTS[1:]]
     else:
-        # Compiling hundreds of kernels is most of the time, and every process does its own.
+        # Compiling hundreds of kernels is most of the time with Triton, and every process does its own.
         if is_met(PARALLEL_TESTS):
             words += ["-n", str(max(1, min(12, (os.cpu_count() or 1) - 2)))]
         words += map(str, suite())
@@ -251,8 +259,14 @@ def tests(dry: bool, junit: Path | None) -> int:
     os.execve(sys.executable, words, env)
 
 
+def result_of_tests(lines: Sequence[str]) -> str:
+    """The last line of pytest's that counts, or why there is none."""
+    wanted = re.compile(r"\d+ (passed|failed|error)|^not run: ")
+    return next((line for line in reversed(lines) if wanted.search(line)), "no result")
+
+
 def report(out: Path, steps: Sequence[str]) -> int:
-    """Prints and writes report.txt: environment, steps, checks, table."""
+    """Prints and writes report.txt: environment, checks, table, steps; before and after them what is not covered."""
 
     def log(name: str) -> list[str]:
         path = out / name
@@ -264,16 +278,32 @@ def report(out: Path, steps: Sequence[str]) -> int:
     parts.append("\n".join(checks) or "no check has left a result")
     notes = [line for line in log("bench.log") if line.startswith(("note:", "FAILED"))]
     parts.append("\n".join([gpu_figures.table(records), *notes, gpu_figures.LEGEND]))
-    tail = next(
-        (line for line in reversed(log("tests.log")) if re.search(r"\d+ (passed|failed|error)", line)), "no result"
-    )
     rows = [step.split("|") for step in steps]
-    parts.append("\n".join([*(f"{name:<12} {took:>4} s  {verdict}" for name, took, verdict in rows), f"tests: {tail}"]))
+    ends = [f"tests with {b}: {result_of_tests(log(f'tests-{b}.log'))}" for b in gpu_backends.BACKENDS]
+    parts.append("\n".join([*(f"{name:<12} {took:>4} s  {verdict}" for name, took, verdict in rows), *ends]))
+    lacking = [line for line in [*log("verify.log"), *log("bench.log")] if line.startswith(gpu_backends.NO_CUDA)]
+    if lacking:
+        rule = "!" * 100
+        loud = f"{rule}\n{lacking[0]}\n{rule}"
+        parts = [loud, *parts, loud]
     (out / "environment.log").unlink(missing_ok=True)
     text = "\n\n".join(parts) + "\n"
     (out / "report.txt").write_text(text, encoding="utf-8")
     say(f"\n{text}")
     return 0 if records and checks else 1
+
+
+def use_the_interpreter() -> None:
+    """For a dry run: Triton's interpreter, and the CUDA kernels compiled for the CPU where there is such a library."""
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    sys.path.append(str(TESTS))
+    from quick_interpreter import speed_up
+
+    speed_up()
+    if gpu_backends.SHIM in os.environ:
+        import cuda_shim_library
+
+        cuda_shim_library.use(os.environ[gpu_backends.SHIM])
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -286,23 +316,21 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in ("environment", "build", "verify", "bench", "tests"):
         commands.add_parser(name).add_argument("--dry-run", action="store_true")
     commands.choices["verify"].add_argument("--only", default="", metavar="NAME", help="this check alone")
+    commands.choices["verify"].add_argument("--backend", default="", metavar="NAME", help="this backend alone")
     commands.choices["bench"].add_argument("--seconds", type=float, default=185.0, help="for all cases together")
     commands.choices["bench"].add_argument("--json", type=Path, metavar="FILE", help="append the results to FILE")
+    commands.choices["tests"].add_argument("--backend", choices=gpu_backends.BACKENDS, required=True)
     commands.choices["tests"].add_argument("--junit", type=Path, metavar="FILE")
     of_report = commands.add_parser("report")
     of_report.add_argument("--out", type=Path, required=True)
     of_report.add_argument("steps", nargs="*", metavar="NAME|SECONDS|VERDICT")
     given = parser.parse_args(words)
     if given.command in ("verify", "bench") and given.dry_run:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-        sys.path.append(str(TESTS))
-        from quick_interpreter import speed_up
-
-        speed_up()
+        use_the_interpreter()
     if given.command == "verify":
         import gpu_verify
 
-        return gpu_verify.run(given.dry_run, given.only)
+        return gpu_verify.run(given.dry_run, given.only, given.backend)
     if given.command == "bench":
         import gpu_bench
 
@@ -312,7 +340,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if given.command == "build":
         return build(given.dry_run)
     if given.command == "tests":
-        return tests(given.dry_run, given.junit)
+        return tests(given.dry_run, given.backend, given.junit)
     if given.command == "report":
         return report(given.out, given.steps)
     return {"prepare": prepare, "installed": installed}[given.command]()

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that has to be seen on a machine with one NVIDIA GPU, in one command of less than eight minutes and without
 # a network: environment, build, checks, benchmarks against torch, the test-suite. A step that fails stops no other one.
+# All of it with the backends cuda and triton, or with triton alone where the build left out the CUDA kernels.
 #
 #   bench/gpu_check.sh --prepare    on a machine with a network: fetches what the build and the tests may lack there
 #   bench/gpu_check.sh              the real thing
@@ -9,7 +10,8 @@
 # OUT                            folder for the results (default: build/gpu_check/results)
 # PYTHON                         interpreter with torch, on which a virtual environment is put (default: python3)
 # MO_FUSED_GPU_CHECK_PYTHON      interpreter that has mo_fused already: nothing is built
-# MO_FUSED_BACKEND               backend under test (default: triton)
+# MO_FUSED_BACKEND               cuda or triton: that backend alone (default: both)
+# MO_FUSED_TEST_NATIVE           for --dry-run: library with the CUDA kernels compiled for the CPU
 # MO_FUSED_COMMIT                what the results say about the source where there is no git
 set -uo pipefail
 
@@ -35,7 +37,7 @@ case "$*" in
 esac
 
 mkdir -p "$out"
-for name in report.txt bench.jsonl tests.xml {environment,build,verify,bench,tests}.log; do rm -f "$out/$name"; done
+for name in report.txt bench.jsonl tests-{cuda,triton}.{xml,log} {environment,build,verify,bench}.log; do rm -f "$out/$name"; done
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/build/gpu_check/triton}
 steps=()
 failed=0
@@ -51,11 +53,12 @@ step() { # name seconds command...: runs the command within its time, keeps its 
         timeout --signal=INT --kill-after=12 "$limit" "$@" >"$out/$name.log" 2>&1 || status=$?
         case $status in
         0) ;;
+        77) verdict="not run" ;;
         124 | 137) verdict="FAILED (time limit of $limit s)" ;;
         *) verdict="FAILED (exit status $status)" ;;
         esac
     fi
-    if [[ $verdict != ok ]]; then
+    if [[ $verdict == FAILED* ]]; then
         failed=1
         tail -n 25 "$out/$name.log" 2>/dev/null | cut -c 1-300
     fi
@@ -69,11 +72,13 @@ if [[ -n ${MO_FUSED_GPU_CHECK_PYTHON:-} ]]; then
 else
     step build 120 "$outer" $check build "${dry[@]}"
 fi
-# The suite comes last: cut short by the clock it still says which of its tests have passed.
 step verify 110 "$python" $check verify "${dry[@]}"
-left=$((total - SECONDS < 200 ? total - SECONDS : 200))
+# A minute is kept for the tests. They come last: cut short by the clock they still say which of them have passed.
+left=$((total - SECONDS - 60 < 200 ? total - SECONDS - 60 : 200))
 step bench $left "$python" $check bench "${dry[@]}" --seconds $((left - 15)) --json "$out/bench.jsonl"
-step tests 150 "$python" $check tests "${dry[@]}" --junit "$out/tests.xml"
+for backend in cuda triton; do
+    step tests-$backend 100 "$python" $check tests "${dry[@]}" --backend $backend --junit "$out/tests-$backend.xml"
+done
 
 "$outer" $check report --out "$out" "${steps[@]}" || failed=1
 exit $failed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-BACKEND = os.environ.get("MO_FUSED_BACKEND") or "triton"
-"""The backend under test."""
-
 
 @dataclass(frozen=True)
 class Place:
@@ -21,11 +17,17 @@ class Place:
 
     device: torch.device
     dry: bool
+    backend: str
+    """The backend under test."""
 
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of every optimizer under test."""
-        return {"backend": BACKEND}
+        return {"backend": self.backend}
+
+    def must_serve(self, opt: Any) -> None:
+        """Nothing may have gone to another backend: the check would prove nothing."""
+        on_backend(opt, self.backend)
 
     def generator(self, seed: int) -> torch.Generator:
         return torch.Generator(self.device).manual_seed(seed)
@@ -49,10 +51,10 @@ def check(truth: Any, text: str) -> None:
         raise AssertionError(text)
 
 
-def on_backend(opt: Any) -> None:
-    """Nothing may have gone to another backend: the check would prove nothing."""
-    other = [e for e in opt.explain() if e.backend != BACKEND]
-    check(not other, f"expected backend {BACKEND} for every parameter, found: {'; '.join(map(str, other[:3]))}")
+def on_backend(opt: Any, backend: str) -> None:
+    """Fails unless every parameter is stepped by this backend."""
+    other = [e for e in opt.explain() if e.backend != backend]
+    check(not other, f"expected backend {backend} for every parameter, found: {'; '.join(map(str, other[:3]))}")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,8 +1,13 @@
-"""Test cases as data: optimizers and their options, dtypes, layouts, gradients. Tests are products of these lists."""
+"""Test cases as data: optimizers and their options, dtypes, layouts, gradients. Tests are products of these lists.
+
+Which backend they are run against is data too, given by the environment: see BACKEND and DEVICE.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +18,45 @@ from torch.nn import Parameter
 
 import mo_fused
 
-# The two backends that exist without an accelerator; they must agree to the bit.
-BACKENDS = ("cpu", "eager")
+BACKEND = os.environ.get("MO_FUSED_TEST_BACKEND", "cpu")
+"""The backend under test. tests/conftest.py makes it the default of the optimizers that a test does not give one."""
+DEVICE = torch.device(os.environ.get("MO_FUSED_TEST_DEVICE", "cpu"))
+"""Where tests put parameters and gradients. What they compare with is computed on the CPU."""
+INTERPRETED = BACKEND == "triton" and DEVICE.type == "cpu"
+"""The kernels run in Triton's interpreter, some ten thousand times slower than they are meant to."""
+
+ON_HOST = BACKEND != "cpu" and DEVICE.type == "cpu"
+"""The kernels of a device run on the CPU: Triton's in its interpreter, CUDA's compiled for it."""
+
+# By default the two backends that exist without an accelerator; they must agree to the bit.
+BACKENDS = ("cpu", "eager") if BACKEND == "cpu" else (BACKEND,)
+# The native kernels, always on CPU tensors, and what has to have their bits.
+PAIR = ("cpu", "eager") if BACKEND == "cpu" else ("cpu", BACKEND)
+
+
+def place(backend: str) -> torch.device:
+    """The device on which a backend is tested."""
+    return torch.device("cpu") if backend == "cpu" else DEVICE
+
+
+def large(*shape: int) -> tuple[int, ...]:
+    """This shape, of several chunks; in the interpreter one of some 2300 elements, which are two chunks there."""
+    factor = (2300 / math.prod(shape)) ** (1 / len(shape))
+    if not INTERPRETED or factor >= 1:
+        return shape
+    return tuple(max(1, round(n * factor) // 2 * 2 + n % 2) for n in shape)  # an odd size stays odd
+
+
+def some(usual: Sequence[Any], interpreted: Sequence[Any]) -> Sequence[Any]:
+    """Values of a test's grid: all, or those that the interpreter has time for."""
+    return interpreted if INTERPRETED else usual
+
 
 # One wide type, the common type, and two half types that differ in what they lack (bf16 precision, fp16 range).
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 HALF = (torch.bfloat16, torch.float16)
+# One of each size, for addresses in the interpreter.
+WIDTHS = (torch.float32, torch.bfloat16, torch.float64)
 
 Gradients = list[list[Tensor | None]]
 Rows = Sequence[Sequence[Tensor | None]]  # what reads gradients takes these
@@ -115,9 +153,10 @@ RULES = [ADAMW, ADAM, SGD]
 
 
 def noise(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    """Normal values, drawn in float64 so that every dtype gets the same numbers, each rounded once."""
+    """Normal values on DEVICE, drawn in float64 so that every dtype gets the same numbers, each rounded once."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(tuple(shape), generator=generator, dtype=torch.float64) * scale).to(dtype)
+    drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
+    return (drawn * scale).to(dtype).to(DEVICE)
 
 
 def weights(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float32, seed: int = 1) -> list[Tensor]:
@@ -142,7 +181,7 @@ def gradients(
 
 
 def parameters(values: Iterable[Tensor]) -> list[Parameter]:
-    """Fresh parameters with the values' dtype and strides."""
+    """Fresh parameters with the values' dtype, strides and device."""
     return [Parameter(v.detach().clone()) for v in values]
 
 
@@ -150,7 +189,7 @@ def drive(opt: torch.optim.Optimizer, params: Sequence[Tensor], grads: Rows) -> 
     """Runs one step per list of gradients."""
     for row in grads:
         for p, g in zip(params, row, strict=True):
-            p.grad = None if g is None else g.clone()
+            p.grad = None if g is None else g.to(p.device).clone()
         opt.step()
 
 
@@ -186,14 +225,14 @@ GUARD = 7.0
 def inside(values: Tensor, stride: Sequence[int], offset: int = 0) -> Tensor:
     """A view with these strides into a buffer that is otherwise full of GUARD, with 32 spare elements on each side."""
     span = sum((n - 1) * s for n, s in zip(values.shape, stride, strict=True)) + 1 if values.numel() else 0
-    buffer = torch.full((span + 64 + offset,), GUARD, dtype=values.dtype)
+    buffer = torch.full((span + 64 + offset,), GUARD, dtype=values.dtype, device=values.device)
     return buffer.as_strided(values.shape, stride, 32 + offset).copy_(values)
 
 
 def untouched(view: Tensor) -> bool:
     """Whether every element of the view's storage that the view does not cover still holds GUARD."""
-    buffer = torch.empty(0, dtype=view.dtype).set_(view.detach().untyped_storage())
-    covered = torch.zeros(buffer.numel(), dtype=torch.bool)
+    buffer = torch.empty(0, dtype=view.dtype, device=view.device).set_(view.detach().untyped_storage())
+    covered = torch.zeros(buffer.numel(), dtype=torch.bool, device=view.device)
     covered.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)
     return bool((buffer[~covered] == GUARD).all())
 
@@ -251,6 +290,6 @@ LAYOUTS = [
     Layout("expanded_column_grad", (6, 5), _dense((1, 0)), lambda x: x[:, :1].clone().expand(6, 5)),
     # Larger than a chunk, so that a chunk border falls inside a row of a strided tensor. (Below 32768 elements, where
     # torch starts its own threads, whose busy waiting makes a small test slow on a machine that is shared.)
-    Layout("large_transposed", (125, 140), _dense((1, 0)), _plain),
-    Layout("large_gaps", (70, 260), _strided((263, 1), 1), _dense((1, 0))),
+    Layout("large_transposed", large(125, 140), _dense((1, 0)), _plain),
+    Layout("large_gaps", large(70, 260), _strided((263, 1), 1), _dense((1, 0))),
 ]

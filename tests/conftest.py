@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,30 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SKIP_REASONS = Path(__file__).with_name("skip_reasons.txt")
+# As in cases.py, which this file must not import: torch may be imported, Triton not before its interpreter is prepared.
+BACKEND = os.environ.get("MO_FUSED_TEST_BACKEND", "cpu")
+DEVICE = torch.device(os.environ.get("MO_FUSED_TEST_DEVICE", "cpu"))
+
+# Tests that do not belong to every backend. A marked test is deselected, not skipped, where it does not belong; the
+# reason stands at the mark.
+MARKS = {
+    "cpu_only(reason)": "the subject is the CPU's backends or what surrounds the step on the host alone",
+    "device_only(reason)": "the subject is a backend of a device; runs where MO_FUSED_TEST_BACKEND=triton or cuda",
+    "triton_only(reason)": "the subject is the Triton backend; runs where MO_FUSED_TEST_BACKEND=triton",
+    "not_interpreted(reason)": "takes too long in Triton's interpreter; runs with the kernels compiled",
+}
 
 settings.register_profile("mo_fused", derandomize=True, deadline=None)
 settings.load_profile("mo_fused")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(2)
+    for mark, meaning in MARKS.items():
+        config.addinivalue_line("markers", f"{mark}: {meaning}")
+    torch.set_num_threads(2 if BACKEND == "cpu" else 1)  # the threads are the subject of tests of the CPU's kernels
     drop_checkout_from_path()
+    if library := os.environ.get("MO_FUSED_TEST_NATIVE"):
+        importlib.import_module("cuda_shim_library").use(library)
     try:
         importlib.import_module("mo_fused._native")
     except ImportError as error:
@@ -33,6 +50,39 @@ def pytest_configure(config: pytest.Config) -> None:
             f"the tests need mo_fused with its native part: {found}. "
             f'Install it with MO_FUSED_NATIVE=1 pip install ".[test]" in {ROOT}, or with -e for development.'
         ) from error
+    if BACKEND != "cpu":
+        # What the user of an accelerator gets without asking, a test gets without asking too.
+        os.environ["MO_FUSED_BACKEND"] = BACKEND
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("quick_interpreter").speed_up()
+        # NumPy, which the interpreter computes with, warns where arithmetic of floats overflows as it should.
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton.runtime.interpreter")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what does not belong to the backend under test."""
+    elsewhere = ["device_only"] if BACKEND == "cpu" else ["cpu_only"]
+    if BACKEND != "triton":
+        elsewhere.append("triton_only")
+    if BACKEND == "triton" and DEVICE.type == "cpu":
+        elsewhere.append("not_interpreted")
+    out = [item for item in items if any(item.get_closest_marker(name) for name in elsewhere)]
+    if BACKEND != "cpu":
+        modules = {name for shard in importlib.import_module("shards").SHARDS for name in shard}
+        out += [item for item in items if item.path.stem not in modules and item not in out]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        gone = set(out)
+        items[:] = [item for item in items if item not in gone]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    """``torch.ones(3)`` in a test is on the device under test."""
+    if DEVICE.type == "cpu":
+        return (yield)
+    with DEVICE:
+        return (yield)
 
 
 def drop_checkout_from_path() -> None:

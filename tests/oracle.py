@@ -14,9 +14,9 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def wide(x: Tensor) -> Tensor:
-    """A contiguous float64 (complex128) copy."""
+    """A contiguous float64 (complex128) copy on the CPU."""
     dtype = torch.complex128 if x.is_complex() else torch.float64
-    return x.detach().to(dtype, copy=True).contiguous()
+    return x.detach().to("cpu", dtype, copy=True).contiguous()
 
 
 def norm64(tensors: Iterable[Tensor | None]) -> float:
@@ -48,7 +48,7 @@ def reference(
     max_norm: float = math.inf,
     **changes: Any,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Runs torch's single-tensor path on contiguous copies and returns the parameters and their state.
+    """Runs torch's single-tensor path on contiguous copies on the CPU and returns the parameters and their state.
 
     `dtype` other than float64 gives torch's own result in that type, the yardstick of its rounding error. A finite
     `max_norm` clips each step's gradients in float64 first.
@@ -57,14 +57,15 @@ def reference(
     def convert(x: Tensor) -> Tensor:
         return wide(x) if dtype == torch.float64 else wide(x).to(dtype)
 
-    params = [convert(v).requires_grad_() for v in values]
-    opt = case.torch(groups(params), **changes)
-    for row in grads:
-        if math.isfinite(max_norm):
-            row = clip64(row, max_norm)[0]
-        for p, g in zip(params, row, strict=True):
-            p.grad = None if g is None else convert(g)
-        opt.step()
+    with torch.device("cpu"):
+        params = [convert(v).requires_grad_() for v in values]
+        opt = case.torch(groups(params), **changes)
+        for row in grads:
+            if math.isfinite(max_norm):
+                row = clip64(row, max_norm)[0]
+            for p, g in zip(params, row, strict=True):
+                p.grad = None if g is None else convert(g)
+            opt.step()
     return [p.detach() for p in params], states(opt, params)
 
 
@@ -72,7 +73,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal dtype, shape and bits, where any NaN equals any NaN."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    x, y = a.detach().contiguous(), b.detach().contiguous()
+    x, y = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
     if not x.is_floating_point():
         return torch.equal(x, y)
     as_int = _BITS[x.element_size()]
@@ -92,7 +93,7 @@ def assert_same_bits(got: Any, want: Any, where: str = "value") -> None:
     elif not same_bits(got, want):
         assert got.dtype == want.dtype, f"{where}: dtype {got.dtype} instead of {want.dtype}"
         assert got.shape == want.shape, f"{where}: shape {tuple(got.shape)} instead of {tuple(want.shape)}"
-        x, y = got.detach().contiguous().reshape(-1), want.detach().contiguous().reshape(-1)
+        x, y = got.detach().cpu().contiguous().reshape(-1), want.detach().cpu().contiguous().reshape(-1)
         as_int = _BITS[x.element_size()]
         bad = ((x.view(as_int) != y.view(as_int)) & ~(x.isnan() & y.isnan())).nonzero().reshape(-1)
         i = int(bad[0])
@@ -106,7 +107,7 @@ def assert_same_bits(got: Any, want: Any, where: str = "value") -> None:
 
 def rms(x: Tensor) -> float:
     """Root mean square of the finite elements; 0 if there are none."""
-    finite = x.detach().double()
+    finite = x.detach().cpu().double()
     finite = finite[finite.isfinite()]
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0
 
@@ -118,7 +119,7 @@ def assert_close(got: Tensor, want: Tensor, steps: int, where: str = "value") ->
     handful of elements has no typical size: there it is at least 1, the size of the tests' weights.
     """
     assert got.shape == want.shape, f"{where}: shape {tuple(got.shape)} instead of {tuple(want.shape)}"
-    truth, ours = want.detach().double(), got.detach().double()
+    truth, ours = want.detach().cpu().double(), got.detach().cpu().double()
     typical = max(rms(truth), 1.0) if truth.numel() < 8 else rms(truth)
     info = torch.finfo(got.dtype)
     allowed = steps * info.eps * (truth.abs() + typical + info.smallest_normal)

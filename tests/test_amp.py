@@ -9,8 +9,10 @@ import pytest
 import torch
 from cases import (
     ADAMW,
+    BACKEND,
     BACKENDS,
     DAMPENED,
+    DEVICE,
     RULES,
     SGD,
     Case,
@@ -33,7 +35,7 @@ SCALERS = {"torch": torch.amp.GradScaler, "ours": mo_fused.GradScaler}
 
 
 def make_scaler(kind: str, scale: float = SCALE, **options: Any) -> Any:
-    scaler = SCALERS[kind]("cpu", init_scale=scale, growth_interval=10**6, **options)
+    scaler = SCALERS[kind](DEVICE.type, init_scale=scale, growth_interval=10**6, **options)
     scaler.scale(torch.zeros(()))  # makes the scale tensor exist
     return scaler
 
@@ -271,7 +273,7 @@ def test_fp16_parameters(case: Case, scaler_kind: str) -> None:
         set_grads(params, row, SCALE)
         scaler.step(opt)
         scaler.update()
-    assert_backend(opt, "cpu")
+    assert_backend(opt, BACKEND)
     for p, w in zip(params, want, strict=True):
         assert_close(p, w, 3)
     set_grads(params, grads[0], SCALE)
@@ -319,8 +321,8 @@ def test_amp_option_decides_what_the_scaler_sees() -> None:
 def test_our_scaler_is_torchs_in_everything_else() -> None:
     """State, growth, disabling, and torch's errors about the order of calls."""
     assert issubclass(mo_fused.GradScaler, torch.amp.GradScaler)
-    ours = mo_fused.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    theirs = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    ours = mo_fused.GradScaler(DEVICE.type, init_scale=4.0, growth_interval=2)
+    theirs = torch.amp.GradScaler(DEVICE.type, init_scale=4.0, growth_interval=2)
     p, q = Parameter(torch.ones(3)), Parameter(torch.ones(3))
     pairs = [(ours, SGD.ours([p]), p), (theirs, SGD.torch([q]), q)]
     for bad in (False, False, True, False, False, False):
@@ -346,7 +348,7 @@ def test_our_scaler_is_torchs_in_everything_else() -> None:
         ours.step(opt)
     with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
         ours.step(opt, closure=lambda: None)
-    off = mo_fused.GradScaler("cpu", enabled=False)
+    off = mo_fused.GradScaler(DEVICE.type, enabled=False)
     before = p.detach().clone()
     p.grad = torch.full((3,), float("inf"))
     off.step(opt)  # a disabled scaler only calls step()

@@ -1,4 +1,4 @@
-"""Equal bits: the eager backend, the thread count and the instruction set must not change a single one."""
+"""Equal bits: neither another backend, nor the thread count, nor the instruction set may change a single one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ import torch
 from cases import (
     ADAMW,
     AMSGRAD,
+    BACKEND,
     BACKENDS,
     CASES,
     DTYPES,
     HALF,
+    INTERPRETED,
+    PAIR,
     RULES,
     SGD,
     Case,
@@ -24,8 +27,10 @@ from cases import (
     assert_backend,
     drive,
     gradients,
+    large,
     noise,
     parameters,
+    place,
     short,
     states,
     weights,
@@ -34,9 +39,9 @@ from oracle import assert_close, assert_same_bits, reference
 from torch import Tensor
 
 # Vector bodies and tails of every width (33 = 2 * 16 + 1), scalars, nothing, and a tensor of more than one chunk.
-SHAPES = [(), (33,), (7, 5), (0,), (70, 300)]
+SHAPES = [(), (33,), (7, 5), (0,), large(70, 300)]
 # Mixed dtypes are widened tile by tile: 4100 elements are two tiles and a tail.
-MIXED_SHAPES = [(), (33,), (7, 5), (4100,)]
+MIXED_SHAPES = [(), (33,), (7, 5), large(4100)]
 # A thread is woken for every 131072 elements or so: this is work for three. Tensors of less than 32768 elements, so
 # that torch's own operations stay on one thread; one that is longer, where torch's sums depend on the thread count.
 THREAD_SHAPES = [*[(30_000,)] * 9, (40, 700), (3,), *[(n,) for n in range(1, 60)], (50_001,)]
@@ -51,7 +56,7 @@ def run(
     **options: Any,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Any]:
     """Parameters, states and the optimizer after the steps; `slots` gives state tensors another dtype after step 1."""
-    params = parameters(values)
+    params = parameters([v.to(place(backend)) for v in values])
     for p, g in zip(params, grads[0], strict=True):
         if g is not None and g.dtype != p.dtype:
             p.grad_dtype = g.dtype
@@ -66,18 +71,19 @@ def run(
 
 
 def assert_backends_agree(case: Case, values: list[Tensor], grads: Rows, **options: Any) -> None:
-    native, native_states, _ = run(case, "cpu", values, grads, **options)
-    eager, eager_states, _ = run(case, "eager", values, grads, **options)
-    assert_same_bits(native, eager, "parameter")
-    assert_same_bits(native_states, eager_states, "state")
+    native, native_states, _ = run(case, PAIR[0], values, grads, **options)
+    other, other_states, _ = run(case, PAIR[1], values, grads, **options)
+    assert_same_bits(other, native, "parameter")
+    assert_same_bits(other_states, native_states, "state")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_eager_and_native_agree(case: Case, dtype: torch.dtype) -> None:
-    grads = gradients(SHAPES, 5, dtype)
+def test_backends_agree(case: Case, dtype: torch.dtype) -> None:
+    grads = gradients(SHAPES, 2 if INTERPRETED else 5, dtype)
     # Normal values next to the large ones of `gradients`: roundings of every size.
-    grads += [[noise(s, 900 + 10 * t + i, dtype) for i, s in enumerate(SHAPES)] for t in range(2)]
+    more = 1 if INTERPRETED else 2
+    grads += [[noise(s, 900 + 10 * t + i, dtype) for i, s in enumerate(SHAPES)] for t in range(more)]
     assert_backends_agree(case, weights(SHAPES, dtype), grads)
 
 
@@ -141,10 +147,11 @@ def test_agreement_on_special_values(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("scale", [1024.0, 3.0])
 def test_agreement_with_a_gradient_scale(case: Case, dtype: torch.dtype, scale: float) -> None:
     results = []
-    for backend in BACKENDS:
-        params = parameters(weights(SHAPES, dtype))
+    for backend in PAIR:
+        params = parameters([v.to(place(backend)) for v in weights(SHAPES, dtype)])
         opt = case.ours(params, backend=backend)
-        opt.grad_scale, opt.found_inf = torch.tensor(scale), torch.tensor(0.0)
+        opt.grad_scale = torch.tensor(scale, device=place(backend))
+        opt.found_inf = torch.tensor(0.0, device=place(backend))
         drive(opt, params, gradients(SHAPES, 3, dtype))
         results.append(([p.detach() for p in params], states(opt, params)))
     assert_same_bits(results[0], results[1])
@@ -156,21 +163,21 @@ def test_agreement_under_clipping_with_an_exact_norm(case: Case, dtype: torch.dt
     """Gradients of 0, 1 and 2 have a sum of squares that no order of summation rounds: the coefficients are equal."""
     values = weights(SHAPES, dtype)
     grads: Gradients = [[noise(s, 7 + t, dtype).abs().round().clamp(0, 2) for s in SHAPES] for t in range(3)]
-    native, native_states, opt = run(case, "cpu", values, grads, max_grad_norm=1.0)
-    eager, eager_states, other = run(case, "eager", values, grads, max_grad_norm=1.0)
+    native, native_states, opt = run(case, PAIR[0], values, grads, max_grad_norm=1.0)
+    second, second_states, other = run(case, PAIR[1], values, grads, max_grad_norm=1.0)
     assert 0 < float(opt.last_step.clip_coef) < 0.1, "the test must clip"
     assert float(opt.last_step.clip_coef) == float(other.last_step.clip_coef)
-    assert_same_bits(native, eager, "parameter")
-    assert_same_bits(native_states, eager_states, "state")
+    assert_same_bits(second, native, "parameter")
+    assert_same_bits(second_states, native_states, "state")
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=short)
 def test_every_half_precision_value_is_widened_and_narrowed_alike(dtype: torch.dtype) -> None:
     """All 65536 bit patterns as weight and as gradient; SGD with rate 1 narrows their differences."""
-    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
-    mixed = every[torch.randperm(65536, generator=torch.Generator().manual_seed(1))]
+    every = torch.arange(-32768, 32768, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
+    mixed = every[torch.randperm(65536, generator=torch.Generator().manual_seed(1), device="cpu")]
     assert_backends_agree(Case("SGD", "one", dict(lr=1.0)), [every, mixed], [[mixed, every], [every, mixed]])
-    got, _, _ = run(Case("SGD", "one", dict(lr=1.0)), "cpu", [every], [[mixed]])
+    got, _, _ = run(Case("SGD", "one", dict(lr=1.0)), BACKEND, [every], [[mixed]])
     assert_same_bits(got[0], (every.float() - mixed.float()).to(dtype))
 
 
@@ -181,6 +188,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.cpu_only(reason="only the CPU's backends work on torch's number of threads")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_thread_count_changes_no_bit(dtype: torch.dtype, backend: str, threads: None) -> None:
@@ -197,6 +205,7 @@ def test_thread_count_changes_no_bit(dtype: torch.dtype, backend: str, threads: 
     assert_same_bits(results[2], results[0], "3 threads")
 
 
+@pytest.mark.cpu_only(reason="only the CPU's kernels work on torch's number of threads")
 def test_three_threads_are_three(run_python: Any) -> None:
     """The test above needs a team: the first step of a process starts the threads that it was told to use."""
     code = f"""
@@ -254,6 +263,7 @@ print(cpu.instruction_set()[0], test_bits.fingerprint())
 """
 
 
+@pytest.mark.cpu_only(reason="instruction sets are those of the CPU's kernels")
 @pytest.mark.parametrize("isa", instruction_sets())
 def test_instruction_set_changes_no_bit(isa: str, own_fingerprint: str, run_python: Any) -> None:
     done = run_python("-c", CODE, env={"MO_FUSED_ISA": isa})
@@ -268,10 +278,10 @@ def test_instruction_set_changes_no_bit(isa: str, own_fingerprint: str, run_pyth
 def test_grouping_and_order_change_no_bit(case: Case, dtype: torch.dtype) -> None:
     """One group, one group per parameter, and the reverse order."""
     values, grads = weights(SHAPES, dtype), gradients(SHAPES, 3, dtype)
-    want, _, _ = run(case, "cpu", values, grads)
+    want, _, _ = run(case, BACKEND, values, grads)
     params = parameters(values)
-    opt = case.ours([{"params": [p]} for p in params], backend="cpu")
+    opt = case.ours([{"params": [p]} for p in params], backend=BACKEND)
     drive(opt, params, grads)
     assert_same_bits([p.detach() for p in params], want, "a group each")
-    turned, _, _ = run(case, "cpu", values[::-1], [row[::-1] for row in grads])
+    turned, _, _ = run(case, BACKEND, values[::-1], [row[::-1] for row in grads])
     assert_same_bits(turned[::-1], want, "reversed")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import (
     ADAMW,
+    BACKEND,
     BACKENDS,
     RULES,
     Case,
@@ -20,7 +21,7 @@ from cases import (
     states,
     weights,
 )
-from oracle import assert_close, assert_same_bits, assert_states_close, reference
+from oracle import assert_close, assert_same_bits, assert_states_close, reference, wide
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.lr_scheduler import CosineAnnealingLR, CyclicLR, LambdaLR, LRScheduler, OneCycleLR, SequentialLR
@@ -31,18 +32,18 @@ SHAPES = [(7,), (5, 3)]
 
 
 def beside_torch(
-    case: Case, steps: int, change: Callable[[Any, list[Parameter], int], None], backend: str = "cpu", **options: Any
+    case: Case, steps: int, change: Callable[[Any, list[Parameter], int], None], backend: str = BACKEND, **options: Any
 ) -> None:
     """Runs ours in fp32 and torch's in float64 and applies `change(opt, params, t)` to both before step t."""
     values = weights(SHAPES)
-    ours, truth = parameters(values), parameters([v.double() for v in values])
+    ours, truth = parameters(values), parameters([wide(v) for v in values])
     a, b = case.ours(ours, backend=backend, **options), case.torch(truth)
     for t in range(steps):
         change(a, ours, t)
         change(b, truth, t)
         for i, (p, q) in enumerate(zip(ours, truth, strict=True)):
             p.grad = noise(p.shape, 100 + 10 * t + i)
-            q.grad = p.grad.double().reshape(q.shape)
+            q.grad = wide(p.grad).reshape(q.shape)
         a.step()
         b.step()
     assert_backend(a, backend)
@@ -264,7 +265,7 @@ def test_parameter_of_another_shape_after_its_state_is_dropped() -> None:
     def change(opt: Any, params: list[Parameter], t: int) -> None:
         if t == 2:
             params[0].grad = None
-            params[0].data = torch.linspace(-1, 1, 12, dtype=params[0].dtype).view(3, 4)
+            params[0].data = torch.linspace(-1, 1, 12, dtype=params[0].dtype, device=params[0].device).view(3, 4)
             opt.state.pop(params[0])
 
     for case in RULES:
@@ -319,7 +320,7 @@ def test_model_converted_to_double_goes_on() -> None:
         p.grad = None
         p.data = p.data.double()
     drive(opt, params, [[g.double() for g in row if g is not None] for row in grads[2:]])
-    assert_backend(opt, "cpu")
+    assert_backend(opt, BACKEND)
     for p, w in zip(params, want, strict=True):
         assert p.dtype == torch.float64
         assert_close(p.detach().float(), w, 4)

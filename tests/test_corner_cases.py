@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from cases import BACKENDS
+from cases import BACKENDS, DEVICE
 from torch.nn import Parameter
 
 import mo_fused
@@ -82,7 +82,7 @@ def test_options_are_refused_as_group_keys(option: str) -> None:
 def test_a_hook_that_raises_leaves_no_gate_behind() -> None:
     p = Parameter(torch.ones(2))
     opt = mo_fused.SGD([p], lr=1.0)
-    scaler = mo_fused.GradScaler("cpu", init_scale=2.0)
+    scaler = mo_fused.GradScaler(DEVICE.type, init_scale=2.0)
     scaler.scale(torch.zeros(()))
     p.grad = torch.full((2,), 2.0)
 
@@ -121,7 +121,7 @@ def test_a_watched_step_is_not_called_on_overflow(scaler_class: type[torch.amp.G
     p = Parameter(torch.zeros(3))
     opt = mo_fused.SGD([p], lr=1.0, max_grad_norm=10.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda epoch: 0.5**epoch)
-    scaler = scaler_class("cpu", init_scale=4.0)
+    scaler = scaler_class(DEVICE.type, init_scale=4.0)
     scaler.scale(torch.zeros(()))
     plain, calls = opt.step, []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import DTYPES, HALF, LAYOUTS, Layout, noise, short, untouched
+from cases import BACKEND, DTYPES, HALF, INTERPRETED, LAYOUTS, WIDTHS, Layout, large, noise, short, some, untouched
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_close, norm64
@@ -23,7 +23,7 @@ from mo_fused import clip_grad_norm_, clip_grads_with_norm_, get_total_norm, gra
 # 2 and inf run natively; 1, 3 and 0.5 are powers; 0 counts non-zeros; -inf is the smallest magnitude.
 NATIVE = [2.0, math.inf, 2, "inf"]
 OTHER = [1.0, 3.0, -math.inf, 0.0, 0.5]
-SHAPES = [(7,), (33, 3), (), (20_001,)]
+SHAPES = [(7,), (33, 3), (), large(20_001)]
 
 
 def with_grads(grads: Sequence[Tensor | None]) -> list[Parameter]:
@@ -234,22 +234,25 @@ def test_non_finite_norms_scale_as_torchs(norm_type: float, bad: float) -> None:
 
 @pytest.mark.parametrize("size", [1e25, 1e-25, 1e-40])
 def test_norms_beyond_the_range_of_squares(size: float) -> None:
-    g = torch.full((5000,), size)
+    g = torch.full(large(5000), size)
     want = norm64([g])
     assert float(get_total_norm([g])) == pytest.approx(want, rel=1e-5)
     assert float(grad_stats([g]).total_norm) == pytest.approx(want, rel=1e-5)
     p = with_grads([g])[0]
     assert float(clip_grad_norm_(p, want / 2)) == pytest.approx(want, rel=1e-5)
-    assert_close(g, torch.full((5000,), size).double() * (want / 2 / (want + 1e-6)), 4)
+    assert_close(g, torch.full(g.shape, size).double() * (want / 2 / (want + 1e-6)), 4)
 
 
 def test_gradients_are_written_only_when_clipped() -> None:
     """Neither their bits nor their version: a clip that does not act must not cost a pass or break autograd."""
     g = sample(torch.float32)[1]
     p = with_grads([g])[0]
-    version = g._version
+    version, kept = g._version, g.clone()
     clip_grad_norm_([p], 1e9)
-    assert g._version == version
+    assert torch.equal(g, kept)
+    # Of an accelerator the host does not know, without waiting for it, whether the clip acts.
+    assert BACKEND != "cpu" or g._version == version
+    version = g._version
     clip_grad_norm_([p], 0.1)
     assert g._version > version, "a raw write must raise the version counter"
 
@@ -269,7 +272,7 @@ def test_clip_grads_with_norm_against_the_formula() -> None:
                 assert_close(p.grad, g.double() * coef, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", some(DTYPES, WIDTHS), ids=short)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout(layout: Layout, dtype: torch.dtype) -> None:
     g = layout.grad(noise(layout.shape, 3, dtype))
@@ -345,7 +348,7 @@ def test_signatures_are_torchs() -> None:
         ]
 
 
-@settings(max_examples=60)
+@settings(max_examples=30 if INTERPRETED else 60)
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=8),
     dtypes=st.lists(st.sampled_from(DTYPES), min_size=8, max_size=8),

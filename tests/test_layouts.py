@@ -8,11 +8,14 @@ import pytest
 import torch
 from cases import (
     ADAMW,
+    BACKEND,
     BACKENDS,
     DTYPES,
     LAYOUTS,
+    PAIR,
     RULES,
     SGD,
+    WIDTHS,
     Case,
     Gradients,
     Layout,
@@ -21,12 +24,14 @@ from cases import (
     gradients,
     noise,
     parameters,
+    place,
     short,
+    some,
     states,
     untouched,
     weights,
 )
-from oracle import assert_close, assert_same_bits, assert_states_close, norm64, reference
+from oracle import assert_close, assert_same_bits, assert_states_close, norm64, reference, wide
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -39,7 +44,7 @@ def guarded(name: str) -> bool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", some(DTYPES, WIDTHS), ids=short)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layout_against_float64(layout: Layout, dtype: torch.dtype, backend: str) -> None:
     for case in RULES:
@@ -76,7 +81,7 @@ def test_all_layouts_in_one_group(case: Case) -> None:
         for p, g in zip(params, row, strict=True):
             p.grad = g
         opt.step()
-    assert_backend(opt, "cpu")
+    assert_backend(opt, BACKEND)
     for p, w, layout in zip(params, want, LAYOUTS, strict=True):
         assert_close(p, w, 3, layout.name)
 
@@ -86,15 +91,15 @@ def test_layout_with_mixed_dtypes(layout: Layout) -> None:
     """bf16 weights, fp32 gradients and moments, strided: gathered, widened, computed, narrowed and scattered."""
     for case in RULES:
         start = noise(layout.shape, 1, torch.bfloat16)
-        grads = [layout.grad(noise(layout.shape, 2 + t, torch.float32, 8.0)) for t in range(3)]
-        want, _ = reference(case, [start], [[g] for g in grads])
+        grads = [noise(layout.shape, 2 + t, torch.float32, 8.0) for t in range(3)]
+        want, _ = reference(case, [start], [[layout.grad(g)] for g in grads])
         results = []
-        for backend in BACKENDS:
-            p = Parameter(layout.param(start))
+        for backend in PAIR:
+            p = Parameter(layout.param(start.to(place(backend))))
             p.grad_dtype = torch.float32
             opt = case.ours([p], backend=backend, stats=True)
             for t, g in enumerate(grads):
-                p.grad = g
+                p.grad = layout.grad(g.to(p.device))
                 opt.step()
                 if t == 0:
                     opt.state[p].update({k: v.float() for k, v in opt.state[p].items()})
@@ -131,7 +136,7 @@ def test_states_of_other_strides(layout: Layout) -> None:
             if key != "step":
                 opt.state[p][key] = slot.t().contiguous().t() if slot.dim() == 2 else slot.contiguous()
         drive(opt, [p], grads[1:])
-        assert_backend(opt, "cpu")
+        assert_backend(opt, BACKEND)
         assert_close(p, want[0], 3, str(case))
         assert_states_close(states(opt, [p])[0], want_states[0], 3, str(case))
 
@@ -205,14 +210,14 @@ ALIASES: dict[str, Any] = {
 @pytest.mark.parametrize("case", RULES, ids=str)
 def test_parameters_that_share_memory(case: Case, alias: str, backend: str) -> None:
     """torch's loop updates one after the other, so the second sees the first one's result."""
-    buffers = [noise((30_000,), 3), noise((30_000,), 3).double()]
+    buffers = [noise((30_000,), 3), wide(noise((30_000,), 3))]
     results = []
     for buffer, make in zip(buffers, (case.ours, case.torch), strict=True):
         params = [Parameter(v) for v in ALIASES[alias](buffer)]
         opt = make(params, **({"backend": backend} if make == case.ours else {}))
         for t in range(3):
             for i, p in enumerate(params):
-                p.grad = noise(p.shape, 20 + 2 * t + i, torch.float32).to(p.dtype)
+                p.grad = noise(p.shape, 20 + 2 * t + i, torch.float32).to(p.device, p.dtype)
             opt.step()
         results.append(buffer)
     assert_close(results[0], results[1], 6)
@@ -240,7 +245,7 @@ def test_complex_parameters_fall_back_to_torch(case: Case) -> None:
     params = parameters(values)
     opt = case.ours(params)
     drive(opt, params, grads)
-    assert [r.backend for r in opt.explain()] == ["torch", "cpu"]
+    assert [r.backend for r in opt.explain()] == ["torch", BACKEND]
     assert all(r.reason for r in opt.explain() if r.backend == "torch"), "a fallback must say why"
     assert_close(torch.view_as_real(params[0].detach()), torch.view_as_real(want[0]), 3)
     assert_close(params[1], want[1], 3)
@@ -298,7 +303,7 @@ def test_explain_before_the_first_step() -> None:
         Parameter(torch.ones(2, dtype=torch.complex64)),
         Parameter(torch.ones(2, 4)[:, ::2]),
     ]
-    assert [r.backend for r in ADAMW.ours(params).explain()] == ["cpu", "torch", "cpu"]
+    assert [r.backend for r in ADAMW.ours(params).explain()] == [BACKEND, "torch", BACKEND]
     assert [r.backend for r in ADAMW.ours(params, backend="eager").explain()] == ["eager", "torch", "eager"]
 
 
@@ -308,8 +313,8 @@ def test_backend_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     opt = ADAMW.ours([p])
     drive(opt, [p], [[torch.ones(2)]])
     assert_backend(opt, "eager")
-    drive(explicit := ADAMW.ours([p], backend="cpu"), [p], [[torch.ones(2)]])
-    assert_backend(explicit, "cpu")
+    drive(explicit := ADAMW.ours([p], backend=BACKEND), [p], [[torch.ones(2)]])
+    assert_backend(explicit, BACKEND)
     monkeypatch.setenv("MO_FUSED_BACKEND", "nonsense")
     with pytest.raises(ValueError, match="nonsense"):
         ADAMW.ours([p])
@@ -320,9 +325,9 @@ def test_explain_is_a_table() -> None:
     opt = ADAMW.ours([{"params": named[:1]}, {"params": named[1:]}])
     drive(opt, [p for _, p in named], [[torch.ones(3, 2, dtype=torch.bfloat16), torch.ones(3)]])
     got = [(r.name, r.group, tuple(r.shape), r.dtype, r.backend) for r in opt.explain()]
-    assert got == [("w", 0, (3, 2), torch.bfloat16, "cpu"), ("b", 1, (3,), torch.float32, "cpu")]
+    assert got == [("w", 0, (3, 2), torch.bfloat16, BACKEND), ("b", 1, (3,), torch.float32, BACKEND)]
     text = str(opt.explain())
-    assert all(word in text for word in ("w", "b", "cpu", "bfloat16")), text
+    assert all(word in text for word in ("w", "b", BACKEND, "bfloat16")), text
 
 
 def test_views_with_a_storage_offset_share_one_buffer() -> None:
@@ -336,6 +341,6 @@ def test_views_with_a_storage_offset_share_one_buffer() -> None:
     for p, part in zip(params, g.split(sizes), strict=True):
         p.grad = part
     opt.step()
-    assert_backend(opt, "cpu")
+    assert_backend(opt, BACKEND)
     assert_close(flat[1:-1], want[0], 1)
     assert (float(flat[0]), float(flat[-1])) == ends

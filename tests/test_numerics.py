@@ -12,11 +12,13 @@ import torch
 from cases import (
     ADAM,
     ADAMW,
+    BACKEND,
     BACKENDS,
     CASES,
     DTYPES,
     GUARD,
     HALF,
+    INTERPRETED,
     RULES,
     SGD,
     Case,
@@ -25,16 +27,18 @@ from cases import (
     drive,
     gradients,
     inside,
+    large,
     noise,
     parameters,
     short,
+    some,
     states,
     untouched,
     weights,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import assert_close, assert_same_bits, assert_states_close, reference, rms
+from oracle import assert_close, assert_same_bits, assert_states_close, reference, rms, wide
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -57,7 +61,7 @@ def test_every_option_against_float64(case: Case, dtype: torch.dtype, backend: s
     assert_backend(opt, backend)
 
     # The test must be able to see a wrong step: the weights moved by far more than the tolerance.
-    moved = rms(want[-1] - values[-1].double()) / (STEPS * torch.finfo(dtype).eps * 2 * rms(want[-1]))
+    moved = rms(want[-1] - wide(values[-1])) / (STEPS * torch.finfo(dtype).eps * 2 * rms(want[-1]))
     assert moved > 2, f"the reference moved by only {moved:.2g} tolerances"
     # In fp64 the bias correction 1 - beta**t itself is only known to eps / (1 - beta), in torch and here.
     slack = 10**6 if dtype == torch.float64 and "high" in case.name else 1
@@ -102,8 +106,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.not_interpreted(
+    reason="1000 steps; test_triton.py shows that a long run has the bits of the CPU's kernels"
+)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=short)
-@pytest.mark.parametrize("index,backend", [(0, "cpu"), (1, "cpu"), (2, "cpu"), (3, "cpu"), (0, "eager"), (3, "eager")])
+@pytest.mark.parametrize(
+    "index,backend", [(i, b) for b in BACKENDS for i in range(4) if b != "eager" or i in (0, 3)], ids=str
+)
 def test_error_after_1000_steps_is_at_most_torchs(
     index: int, backend: str, dtype: torch.dtype, one_thread: None
 ) -> None:
@@ -119,33 +128,35 @@ def test_error_after_1000_steps_is_at_most_torchs(
     pairs |= {k: (state[k], their_state[k], exact_state[k]) for k in exact_state if k != "step"}
     for name, (ours, torchs, truth) in pairs.items():
         assert ours.dtype == dtype
-        error, allowed = rms(ours.double() - truth), rms(torchs.double() - truth)
+        error, allowed = rms(wide(ours) - truth), rms(wide(torchs) - truth)
         assert allowed > 0, f"{name}: torch has no rounding error to compare with"
         assert error <= 1.15 * allowed, f"{name}: RMS error {error:.4g}, torch's {allowed:.4g}: {error / allowed:.3f} x"
 
 
-# 1..70 covers every vector tail of every width; then one less and one more than likely chunk and block sizes.
-EDGES = [n + d for n in (1024, 4096, 16384, 32768) for d in (-1, 0, 1)]
-SIZES = [*range(1, 71), *EDGES]
+# 1..70 covers every vector tail of every width; then one less and one more than likely chunk and block sizes. (A block
+# of the Triton kernels is 256 to 1024 elements, and the smallest chunk 2048.)
+EDGES = [n + d for n in some((1024, 4096, 16384, 32768), (256, 512, 1024, 2048)) for d in (-1, 0, 1)]
+LAST = 36 if INTERPRETED else 70  # a thread of the Triton kernels takes at most 8 elements at a time
+SIZES = [*range(1, LAST + 1), *EDGES]
 OFFSETS = (0, 1, 3)  # aligned; off by one element; off by three (no alignment at all for 2-byte types)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("case", [ADAMW, SGD], ids=str)
 def test_sizes_and_offsets_in_one_group(case: Case, dtype: torch.dtype) -> None:
-    """Native only: what the kernels cut into pieces, torch's operations of the eager backend take whole."""
-    plan = [(n, off) for n in SIZES for off in (OFFSETS if n <= 70 else OFFSETS[n % 2 : n % 2 + 1])]
+    """Kernels only: what they cut into pieces, torch's operations of the eager backend take whole."""
+    plan = [(n, off) for n in SIZES for off in (OFFSETS if n <= LAST else OFFSETS[n % 2 : n % 2 + 1])]
     total = sum(n for n, _ in plan)
     values, grads = noise((total,), 5, dtype), [noise((total,), 6 + t, dtype, 8.0) for t in range(2)]
     want = reference(case, [values], [[g] for g in grads])[0][0]
     cuts = [n for n, _ in plan]
     params = [Parameter(inside(v, (1,), off)) for v, (_, off) in zip(values.split(cuts), plan, strict=True)]
-    opt = case.ours(params, backend="cpu")
+    opt = case.ours(params, backend=BACKEND)
     for t, flat in enumerate(grads):
         for p, g, (_, off) in zip(params, flat.split(cuts), plan, strict=True):
             p.grad = inside(g, (1,), OFFSETS[(off + t) % 3])
         opt.step()
-    assert_backend(opt, "cpu")
+    assert_backend(opt, BACKEND)
     for p, w, (n, off) in zip(params, want.split(cuts), plan, strict=True):
         assert_close(p, w, 2, f"size {n}, offset {off}")
         assert untouched(p), f"size {n}, offset {off}: wrote outside the parameter"
@@ -159,13 +170,13 @@ def test_sizes_alone(case: Case, dtype: torch.dtype, one_thread: None) -> None:
     for n in [1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 63, 65, *EDGES]:
         values, grads = [noise((n,), n, dtype)], [[noise((n,), n + 1 + t, dtype, 8.0)] for t in range(2)]
         p = Parameter(inside(values[0], (1,), n % 4))
-        opt = case.ours([p], backend="cpu")
+        opt = case.ours([p], backend=BACKEND)
         drive(opt, [p], grads[:1])
         for key, slot in opt.state[p].items():
             if key != "step":
                 opt.state[p][key] = inside(slot, (1,), (n + 1) % 4)
         drive(opt, [p], grads[1:])
-        assert_backend(opt, "cpu")
+        assert_backend(opt, BACKEND)
         want, want_states = reference(case, values, grads)
         assert_close(p, want[0], 2, f"size {n}")
         assert_states_close(states(opt, [p])[0], want_states[0], 2, f"size {n}")
@@ -187,7 +198,7 @@ def _views(draw: Any) -> tuple[tuple[int, ...], list[int], list[int]]:
     return shape, out[0], out[1]
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40 if INTERPRETED else 80, deadline=None, derandomize=True)
 @given(
     views=st.lists(_views(), min_size=1, max_size=4),
     dtype=st.sampled_from(DTYPES),
@@ -223,7 +234,7 @@ def test_first_adam_step_is_the_rate(beta2: float, dtype: torch.dtype, backend: 
     opt.step()
     assert_backend(opt, backend)
     # eps = 1e-8 beside a gradient of 0.5 takes 2e-8 off; the remainder is rounding.
-    error = float((p.detach().double() + 0.125 / (1 + 2e-8)).abs().max())
+    error = float((wide(p) + 0.125 / (1 + 2e-8)).abs().max())
     assert error <= 0.125 * 4 * max(torch.finfo(dtype).eps, 1e-14), f"off by {error:.3g}"
 
 
@@ -233,7 +244,7 @@ def test_first_adam_step_is_the_rate(beta2: float, dtype: torch.dtype, backend: 
 def test_bias_correction_at_large_step_counts(count: int, backend: str) -> None:
     case = Case("AdamW", "long", dict(lr=0.1, betas=(0.9999, 0.999999)))
     values, grads = weights([(64,)]), gradients([(64,)], 2)
-    params, truth = parameters(values), [v.double().requires_grad_() for v in values]
+    params, truth = parameters(values), [wide(v).requires_grad_() for v in values]
     ours, theirs = case.ours(params, backend=backend), case.torch(truth)
     for opt, ps in ((ours, params), (theirs, truth)):
         drive(opt, ps, [[g if g is None else g.to(ps[0].dtype) for g in row] for row in grads[:1]])
@@ -284,7 +295,8 @@ def test_rate_zero_changes_no_bit_of_a_parameter(case: Case, dtype: torch.dtype,
 @pytest.mark.parametrize("case", [ADAMW, ADAM, SGD], ids=str)
 def test_half_precision_weights_are_written_once(case: Case, dtype: torch.dtype, backend: str) -> None:
     """Decay and update go into one fp32 value and one rounding: half a spacing from the exact result, never more."""
-    values, grads = weights([(5000,)], dtype), gradients([(5000,)], 1, dtype)
+    shape = large(5000)
+    values, grads = weights([shape], dtype), gradients([shape], 1, dtype)
     want = reference(case, values, grads)[0][0]
     params = parameters(values)
     opt = case.ours(params, backend=backend)
@@ -292,8 +304,8 @@ def test_half_precision_weights_are_written_once(case: Case, dtype: torch.dtype,
     assert_backend(opt, backend)
     nearest = want.to(dtype)
     # fp32 noise may tip a value that lies almost exactly between two neighbours: allow one in a thousand.
-    differ = int((params[0].detach() != nearest).sum())
-    assert differ <= 5, f"{differ} of 5000 are not the rounded exact result"
+    differ = int((params[0].detach().cpu() != nearest).sum())
+    assert differ <= shape[0] // 1000, f"{differ} of {shape[0]} are not the rounded exact result"
 
 
 def test_guard_finds_a_stray_write() -> None:

@@ -1,7 +1,8 @@
 """Packaging, seen from outside: the checkout becomes an sdist, the sdist a wheel, the wheel an installed package.
 
 Builds run without isolation when the ``test`` extra's build requirements are there (they then need no network), else
-isolated. The native part is compiled once; every further build reuses its objects or ends before the compiler.
+isolated. The native part is compiled once, without its CUDA kernels (tests/test_cuda_build.py has those); every further
+build reuses its objects or ends before the compiler.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,18 +21,20 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+from package_build import ROOT, copy_of_checkout, run
 
-ROOT = Path(__file__).resolve().parent.parent
 NO_ISOLATION = (
     all(importlib.util.find_spec(name) for name in ("pybind11", "ninja"))
     and int(importlib.metadata.version("setuptools").split(".")[0]) >= 77  # the first that reads our licence field
 )
 ISOLATION = ["--no-isolation"] if NO_ISOLATION else []
-BUILD_VARIABLES = ("CXX", "CPPFLAGS", "CXXFLAGS", "LDFLAGS", "MO_FUSED_NATIVE", "MAX_JOBS")
-NOT_SOURCE = shutil.ignore_patterns(
-    ".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "*.so", "*.pyc", "build_info.json"
-)
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# An editable mo_fused serves, by its finder, also the modules that the one under test lacks.
+NOT_EDITABLE = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not getattr(f, "__module__", "").startswith("__editable__")]
+"""
 
 STEP = """
 import json, sys, torch, mo_fused
@@ -51,14 +52,6 @@ print(json.dumps({
     "backends": [record.backend for record in opt.explain()],
 }))
 """
-
-
-def run(command: list[str], folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command with none of the variables that steer a build, except those given."""
-    kept = {name: value for name, value in os.environ.items() if name not in BUILD_VARIABLES}
-    return subprocess.run(
-        command, cwd=folder, env={**kept, **env}, capture_output=True, text=True, timeout=600, check=False
-    )
 
 
 def build(kind: str, folder: Path, out: Path, **env: str) -> Path:
@@ -90,9 +83,7 @@ def files_under(*tops: str, suffixes: tuple[str, ...]) -> set[str]:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sdist of a copy of the checkout, so that nothing is written into the checkout."""
-    tree = tmp_path_factory.mktemp("checkout") / "tree"
-    shutil.copytree(ROOT, tree, ignore=NOT_SOURCE)
-    return build("sdist", tree, tmp_path_factory.mktemp("sdist"))
+    return build("sdist", copy_of_checkout(tmp_path_factory.mktemp("checkout")), tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +111,9 @@ def library(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sdist_holds_sources_and_tests_and_nothing_built(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = files_under("csrc", "tests", "mo_fused", suffixes=(".py", ".pyi", ".cpp", ".h", ".txt", ".sh", ".typed"))
+    suffixes = (".py", ".pyi", ".cpp", ".h", ".cu", ".cuh", ".txt", ".sh", ".typed")
+    wanted = files_under("csrc", "tests", "mo_fused", "triton_kernels", suffixes=suffixes)
+    assert "csrc/cuda/step.cu" in wanted
     assert wanted - names == set()
     assert {name for name in names if name.endswith((".so", ".o", ".pyc", "build_info.json"))} == set()
     assert {"LICENSE", "README.md", "CHANGELOG.md", "setup.py", "pyproject.toml"} <= names
@@ -136,7 +129,8 @@ def test_wheel_holds_exactly_the_package(wheel: Path) -> None:
         built = json.loads(archive.read("mo_fused/build_info.json"))
     assert {name.partition("/")[0] for name in names} == {"mo_fused", info}
     modules = {name for name in names if name.endswith((".py", ".pyi", ".typed"))}
-    assert modules == files_under("mo_fused", suffixes=(".py", ".pyi", ".typed"))
+    kernels = {f"mo_fused/{name}" for name in files_under("triton_kernels", suffixes=(".py",))}
+    assert modules == files_under("mo_fused", suffixes=(".py", ".pyi", ".typed")) | kernels
     assert "mo-fused = mo_fused.cli:main" in entry_points
     assert fields["License-Expression"] == "Apache-2.0"
     assert fields["Requires-Python"] == ">=3.10"
@@ -147,6 +141,8 @@ def test_wheel_holds_exactly_the_package(wheel: Path) -> None:
     assert built["native"] is True
     assert built["version"] == fields["Version"]
     assert "base" in built["isas"]
+    assert built["cuda"] is False
+    assert built["cuda_reason"].startswith("MO_FUSED_CUDA=0 was set")
 
 
 def test_native_part_links_neither_torch_nor_openmp(library: Path) -> None:
@@ -180,7 +176,7 @@ def test_wider_kernels_share_no_code_with_the_rest(wheel: Path, tree: Path) -> N
 
 def test_wheel_installs_and_runs_natively(wheel: Path, tmp_path: Path, run_python: RunPython) -> None:
     target = install(wheel, tmp_path / "target")
-    done = run_python("-c", STEP, env={"PYTHONPATH": str(target), "MO_FUSED_BACKEND": ""})
+    done = run_python("-c", NOT_EDITABLE + STEP, env={"PYTHONPATH": str(target), "MO_FUSED_BACKEND": ""})
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["file"] == str(target / "mo_fused" / "__init__.py")
@@ -203,10 +199,14 @@ def test_editable_install_builds_in_place(wheel: Path, tree: Path, tmp_path: Pat
     (made,) = (tree / "editable").glob("*.whl")
     with zipfile.ZipFile(made) as archive:
         archive.extractall(tmp_path / "site")
-    start = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
-    # -I: no PYTHONPATH and no current folder. An installed mo_fused would win, hence the finder is put first.
-    first = "import sys; sys.meta_path.insert(0, sys.meta_path.pop())\n"
-    ran = run_python("-I", "-c", start + first + STEP, env={"MO_FUSED_BACKEND": ""})
+    # -I: no PYTHONPATH and no current folder. An installed mo_fused would win: the finder is put first. That of an
+    # editable one has the same name as this one's: it is forgotten and this one's folder searched first.
+    start = (
+        f"import site, sys; folder = {str(tmp_path / 'site')!r}\n"
+        "for name in [name for name in sys.modules if name.startswith('__editable__')]: del sys.modules[name]\n"
+        "sys.path.insert(0, folder); site.addsitedir(folder); sys.meta_path.insert(0, sys.meta_path.pop())\n"
+    )
+    ran = run_python("-I", "-c", start + STEP, env={"MO_FUSED_BACKEND": ""})
     assert ran.returncode == 0, ran.stderr
     said = json.loads(ran.stdout)
     assert said["file"] == str(tree / "mo_fused" / "__init__.py")
@@ -225,7 +225,7 @@ def test_without_compiler_the_package_is_pure_python_and_works(
     assert "/bin/false" in built["reason"]
     assert "install a C++17 compiler" in built["remedy"]
     target = install(wheel, tmp_path / "target")
-    done = run_python("-c", STEP, env={"PYTHONPATH": str(target), "MO_FUSED_BACKEND": ""})
+    done = run_python("-c", NOT_EDITABLE + STEP, env={"PYTHONPATH": str(target), "MO_FUSED_BACKEND": ""})
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["file"] == str(target / "mo_fused" / "__init__.py")
@@ -246,6 +246,9 @@ def test_without_compiler_the_package_is_pure_python_and_works(
         ({"CXX": "/bin/true", "MO_FUSED_NATIVE": "1"}, 1, ["/bin/true cannot build", "install a C++17 compiler"]),
         ({"MO_FUSED_NATIVE": "0"}, 0, ["WARNING: built without", "MO_FUSED_NATIVE=0 was set"]),
         ({"MO_FUSED_NATIVE": "yes"}, 1, ["MO_FUSED_NATIVE='yes': expected 0, 1 or auto"]),
+        ({"MO_FUSED_CUDA": "on"}, 1, ["MO_FUSED_CUDA='on': expected 0, 1 or auto"]),
+        ({"MO_FUSED_CUDA": "1", "MO_FUSED_NATIVE": "0"}, 1, ["MO_FUSED_CUDA=1 asks", "MO_FUSED_NATIVE=0 was set"]),
+        ({"MO_FUSED_CUDA": "1", "CXX": "/bin/false"}, 1, ["MO_FUSED_CUDA=1 asks", "apt-get install g++"]),
         ({"MAX_JOBS": "0"}, 1, ["MAX_JOBS='0': expected a whole number"]),
         ({"CXX": "/bin/false", "CXXFLAGS": "-O2 -ffast-math"}, 0, ["-ffast-math in CXXFLAGS is left out"]),
     ],

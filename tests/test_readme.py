@@ -120,9 +120,9 @@ def test_options_table_is_complete() -> None:
 def test_environment_table_is_complete() -> None:
     """Every variable of ours that the sources read, and none that they do not."""
     first_cells = "\n".join(row[0] for row in table("## Environment variables"))
-    said = set(re.findall(r"`(MO_FUSED_[A-Z]+|MAX_JOBS)`", first_cells))
+    said = set(re.findall(r"`(MO_FUSED_[A-Z_]+|MAX_JOBS)`", first_cells))
     sources = [*(ROOT / "mo_fused").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), ROOT / "setup.py"]
-    read = re.compile(r"(?:environ\.get|getenv)\(\"(MO_FUSED_[A-Z]+|MAX_JOBS)\"")
+    read = re.compile(r"(?:environ\.get|getenv)\(\"(MO_FUSED_[A-Z_]+|MAX_JOBS)\"")
     assert said == {name for source in sources for name in read.findall(source.read_text(encoding="utf-8"))}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import BACKENDS, DTYPES, short
+from cases import BACKENDS, DEVICE, DTYPES, short
 from torch import Tensor
 from torch.nn import Parameter
 from torch.testing._internal.common_optimizers import (
@@ -65,7 +65,7 @@ def problem(dtype: torch.dtype, seed: int = 0) -> tuple[list[Parameter], Any]:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(DEVICE, dtype)
 
     params = [Parameter(draw(2, 3)), Parameter(draw(2)), Parameter(draw(33))]
     x, y = draw(3), draw(2)
@@ -295,11 +295,11 @@ def test_tensor_rates_of_any_dimension(name: str, shape: tuple[int, ...]) -> Non
 def test_complex_parameters_equal_pairs_of_real_ones(name: str, one: OptimizerInput) -> None:
     """In two dimensions: a complex weight moves as its real and imaginary part would alone."""
     generator = torch.Generator().manual_seed(1)
-    z = torch.randn(4, 5, generator=generator, dtype=torch.complex64)
+    z = torch.randn(4, 5, generator=generator, dtype=torch.complex64, device="cpu").to(DEVICE)
     pair, single = Parameter(torch.view_as_real(z).clone()), Parameter(z.clone())
     a, b = ours(name)([pair], **copy.deepcopy(one.kwargs)), ours(name)([single], **copy.deepcopy(one.kwargs))
     for _ in range(3):
-        g = torch.randn(4, 5, generator=generator, dtype=torch.complex64)
+        g = torch.randn(4, 5, generator=generator, dtype=torch.complex64, device="cpu").to(DEVICE)
         pair.grad, single.grad = torch.view_as_real(g).clone(), g
         a.step()
         b.step()
@@ -327,6 +327,7 @@ def test_differentiable_goes_to_torch(name: str) -> None:
     torch.testing.assert_close(outcomes[0], outcomes[1])
 
 
+@pytest.mark.not_interpreted(reason="what an interpreted launch allocates says nothing about a compiled one")
 def test_peak_of_temporaries_is_small() -> None:
     """A steady step allocates nothing of the parameters' size, also when it clips and takes statistics."""
     from torch.profiler import ProfilerActivity, profile
@@ -338,7 +339,12 @@ def test_peak_of_temporaries_is_small() -> None:
             p.grad = torch.ones_like(p)
         opt.step()
         opt.step()
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
             opt.step()
         used = sum(max(0, e.self_cpu_memory_usage) for e in prof.key_averages())
+        if DEVICE.type == "cuda":
+            used += torch.cuda.max_memory_allocated() - before
         assert used < 0.01 * 4 * 4 * (1 << 16), f"{name}: {used} bytes"
