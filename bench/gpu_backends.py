@@ -40,15 +40,7 @@ def why_not(backend: str, dry: bool) -> str:
     if dispatch.cuda_shim():
         return f"{NO_CUDA}: they were compiled for the CPU"
     problem = dispatch.cuda_problem()
-    if problem:
-        return f"{NO_CUDA}: {problem}{_of_the_build()}"
-    import torch
-
-    if torch.cuda.is_available():
-        chosen = dispatch.choose(torch.empty(0, device="cuda"), "cuda")
-        if chosen.backend != "cuda":
-            return f"{NO_CUDA} for this GPU: it would get {chosen.backend}: {chosen.reason}"
-    return ""
+    return f"{NO_CUDA}: {problem}{_of_the_build()}" if problem else ""
 
 
 def _of_the_build() -> str:

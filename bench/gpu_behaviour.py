@@ -18,13 +18,11 @@ from mo_fused import dispatch
 
 F32, BF16 = torch.float32, torch.bfloat16
 MIB = 1 << 20
-CUDA_NEEDS = (7, 5)
-"""Compute capability."""
 
 
 def choice(place: Place) -> str:
     """Unasked, a GPU gets the CUDA kernels where there are any; MO_FUSED_BACKEND overrides that, ``backend=`` both."""
-    built = not dispatch.cuda_problem() and torch.cuda.get_device_capability(place.device) >= CUDA_NEEDS
+    built = not dispatch.cuda_problem()
     usual = "cuda" if built else "triton"
     # (MO_FUSED_BACKEND, backend=, what has to serve)
     asked = [(None, None, usual), (None, "triton", "triton"), ("triton", None, "triton")]
@@ -42,7 +40,7 @@ def choice(place: Place) -> str:
                 check(argument or utilities == expected, f"the gradient utilities would use {utilities}")
             except AssertionError as error:
                 raise AssertionError(f"MO_FUSED_BACKEND={variable}, backend={argument}: {error}") from error
-    if dispatch.cuda_problem():
+    if not built:
         try:
             mo_fused.AdamW(place.parameters([(3,)]), backend="cuda").step()
         except RuntimeError as error:

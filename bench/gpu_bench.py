@@ -238,7 +238,7 @@ def cases() -> list[Case]:
     """What matters most comes first: the clock may cut the list short."""
     order = ("GPT-2 0.5 B", "GPT-2 1.9 B", "GPT-2 0.1 B")
     both = ("step", "clip")
-    hows = {name: (*both, "scaler") for name in order[:2]} | {order[2]: both}
+    hows = dict.fromkeys(order[:2], (*both, "scaler")) | {order[2]: both}
     out = [Case(name, MODELS[name], dtype, how) for name in order for dtype in DTYPES for how in hows[name]]
     for name, shapes in MANY.items():
         out += [Case(name, shapes, dtype, how, in_memory=False) for dtype in DTYPES for how in both]

@@ -294,12 +294,15 @@ def report(out: Path, steps: Sequence[str]) -> int:
 
 
 def use_the_interpreter() -> None:
-    """For a dry run: Triton's interpreter, and the CUDA kernels compiled for the CPU where there is such a library."""
+    """Triton's, for a dry run."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    sys.path.append(str(TESTS))
     from quick_interpreter import speed_up
 
     speed_up()
+
+
+def use_the_shim() -> None:
+    """The CUDA kernels compiled for the CPU, for a dry run where there is such a library."""
     if gpu_backends.SHIM in os.environ:
         import cuda_shim_library
 
@@ -325,8 +328,11 @@ def main(words: Sequence[str] | None = None) -> int:
     of_report.add_argument("--out", type=Path, required=True)
     of_report.add_argument("steps", nargs="*", metavar="NAME|SECONDS|VERDICT")
     given = parser.parse_args(words)
-    if given.command in ("verify", "bench") and given.dry_run:
-        use_the_interpreter()
+    if given.command in ("verify", "bench", "tests") and given.dry_run:
+        sys.path.append(str(TESTS))
+        if given.command != "tests":  # those run in a process of their own
+            use_the_interpreter()
+        use_the_shim()
     if given.command == "verify":
         import gpu_verify
 

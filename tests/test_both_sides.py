@@ -31,9 +31,7 @@ from torch.nn import Parameter
 import mo_fused
 from mo_fused import dispatch
 
-pytestmark = pytest.mark.device_only(
-    reason="needs a backend of a device: tests/test_triton_suite.py, test_cuda_suite.py"
-)
+pytestmark = pytest.mark.device_only(reason="test_triton_suite.py and test_cuda_suite.py run it")
 
 
 @pytest.fixture

@@ -42,9 +42,7 @@ from torch.nn import Parameter
 import mo_fused
 from mo_fused import dispatch
 
-pytestmark = pytest.mark.device_only(
-    reason="needs a backend of a device: tests/test_triton_suite.py, test_cuda_suite.py"
-)
+pytestmark = pytest.mark.device_only(reason="test_triton_suite.py and test_cuda_suite.py run it")
 
 SHAPES = [(7,), (33, 3), (), (0,), (2300,)]
 
