@@ -115,7 +115,7 @@ def repeatable(place: Place) -> str:
         params = place.parameters(shapes)
         opt = mo_fused.AdamW(params, lr=1e-2, max_grad_norm=1.0, stats=True, **place.options)
         seen = []
-        for t in range(3):
+        for t in range(2 if place.dry else 3):
             for p in params:
                 assert p.grad is not None
                 p.grad = p.grad.mul(1.0 + t)

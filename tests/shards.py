@@ -1,10 +1,10 @@
 """The modules that hold for any backend of the optimizers: run by default on the CPU, and here listed for the others.
 
 With MO_FUSED_TEST_BACKEND=triton or cuda tests/conftest.py runs these and nothing else (on a GPU machine together with
-MO_FUSED_TEST_DEVICE=cuda). tests/test_triton_suite.py does so in Triton's interpreter, tests/test_cuda_suite.py with the
-CUDA kernels compiled for the CPU, one process for each shard. What
-is not here has the host or one of its backends as its subject: threads, the command line, packaging, documents. Within
-these modules, tests that do not belong are marked ``cpu_only`` or ``not_interpreted``, with the reason.
+MO_FUSED_TEST_DEVICE=cuda). tests/test_triton_suite.py does so in Triton's interpreter, tests/test_cuda_suite.py with
+the CUDA kernels compiled for the CPU, one process for each shard. What is not here has the host or one of its backends
+as its subject: threads, the command line, packaging, documents. Within these modules, tests that do not belong are
+marked ``cpu_only``, ``triton_only`` or ``not_interpreted``, with the reason.
 """
 
 from __future__ import annotations

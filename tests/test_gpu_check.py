@@ -152,7 +152,6 @@ def test_a_race_shows_both_backends_beside_torch(monkeypatch: pytest.MonkeyPatch
     bench = load("gpu_bench", monkeypatch)
     # Two backends of the CPU stand for those of a GPU.
     stage = bench.Stage(torch.device("cpu"), True, ["cpu", "eager"])
-    monkeypatch.setitem(bench.DTYPES, "fp32", torch.float32)
     for how, scalers in (("step", [""]), ("clip", [""]), ("scaler", [", its scaler", ", torch's scaler"])):
         case = bench.Case("a model", [(5, 3), (7,)], "fp32", how)
         assert bench.able(case, stage) == ["cpu", "eager"]
@@ -178,7 +177,7 @@ def test_a_backend_that_does_something_else_does_not_race(
     case = bench.Case("a model", [(5, 3)], "fp32", "step")
     # Without the interpreter the CPU's tensors go to the native kernels, whatever is asked.
     assert bench.able(case, bench.Stage(torch.device("cpu"), True, ["triton", "eager"])) == ["eager"]
-    assert "FAILED  a model, step fp32, mo_fused triton: expected backend triton" in capsys.readouterr().out
+    assert "FAILED  a model, step fp32, mo_fused triton: " in capsys.readouterr().out
     with pytest.raises(RuntimeError, match="no backend does what torch's optimizer does"):
         bench.able(case, bench.Stage(torch.device("cpu"), True, ["triton"]))
 
@@ -202,7 +201,8 @@ def test_a_dry_run_walks_every_step(tmp_path: Path) -> None:
     for name in ("environment", "build", "verify", "bench", "tests-cuda", "tests-triton"):
         assert f"::: {name} took" in done.stdout
     assert report.count("  ok\n") == 5, report
-    assert "::: tests-cuda took 0 s: not run" in done.stdout and "tests with cuda: not run: needs a GPU\n" in report
+    assert re.search(r"\ntests-cuda +\d+ s  not run\ntests-triton +\d+ s  ok\n", report)
+    assert "\ntests with cuda: not run: needs a GPU\n" in report
     for name in ("bits AdamW", "bits SGD momentum", "repeatable", "norms", "scalers"):
         assert f"\nok  triton: {name} (" in report
     for name in ("graphs", "no sync", "streams", "memory", "beyond 32 bits"):
