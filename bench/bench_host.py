@@ -5,8 +5,8 @@
 
 Everything is real but the device: the tensors lie in the CPU's memory, so the kernels, which never run, get addresses
 that a GPU could not read. Triton's driver is the stub of bench/stub_driver.py; of the CUDA backend the native call is
-left out. Not counted: the driver's own launch call, about 3 us each. torch's fused AdamW is not shown beside it, because
-its host time cannot be taken apart from its CPU kernels; bench/gpu_check.sh measures both on a GPU.
+left out. Not counted: the driver's own launch call, about 3 us each. torch's fused AdamW is not shown beside it: its
+host time cannot be taken apart from its CPU kernels; bench/gpu_check.sh measures both on a GPU.
 """
 
 from __future__ import annotations
