@@ -1,4 +1,5 @@
 // The phases of a step on one device, in order, on the caller's stream. Host code only: nothing here waits.
+// Bytes per element: pass 1 reads the gradient once, pass 2 moves what the update kernel states.
 #include "cuda/step.h"
 
 #include "cuda/launch.h"

@@ -217,11 +217,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _raise_versions(self, rows: RowSet, grads: list[Tensor | None]) -> None:
         """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
-        if rows.eager:
-            return
-        torch.autograd.graph.increment_version(rows.active_params(grads))
+        params, written = rows.active_params(grads), grads
+        if rows.eager:  # whose rows, the host's, are written by torch itself
+            first = len(rows.host)
+            params = [p for p, g in zip(rows.row_params[first:], grads[first:], strict=True) if g is not None]
+            written = grads[first:]
+        torch.autograd.graph.increment_version(params)
         if self.defaults["clip_in_place"]:
-            torch.autograd.graph.increment_version([g for g in grads if g is not None])
+            torch.autograd.graph.increment_version([g for g in written if g is not None])
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,14 +17,13 @@ from torch import Tensor
 
 from .. import dispatch, errors, state
 from ..device_part import DevicePart
-from ..device_table import SOURCE_F64, Signature
+from ..device_table import Signature
 from ..layout import Plan, walking_order
 from ..stats import RING, StatsBuffer
 from ..table import (
     ACTIVE,
     FRESH,
     GRAD_SHARED,
-    HYPER,
     MISSING_GRADIENT,
     OPERANDS,
     RECORD,
@@ -39,6 +37,7 @@ from ..table import (
     same_items,
     scan,
 )
+from .hyper import HyperWriter, same_values
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -82,8 +81,7 @@ class RowSet:
         self._captured: list[DevicePart] = []
         self._unseen: list[Tensor] = []
         self._values: list[Any] = []
-        self._read_again: Sequence[int] = ()  # groups with a tensor whose value the host has to read every step
-        self._moved: dict[tuple[int, int], Tensor] = {}
+        self._hyper = HyperWriter(self._rule)
         self._hyper_written = False
         self._all_active = True
         self.native: list[Row] = []  # those of kernels and of the eager backend: first the host's, then each device's
@@ -99,7 +97,7 @@ class RowSet:
         groups = optimizer.param_groups
         params = list(chain.from_iterable([g["params"] for g in groups]))
         values = [self._rule.values(g) for g in groups]
-        changed = not _same(values, self._values)
+        changed = not same_values(values, self._values)
         structure = [self._rule.structure(g) for g in groups] if changed else self._structure
         known = (
             same_items(params, self._params)
@@ -117,17 +115,17 @@ class RowSet:
             if grads is None:
                 raise errors.changed_meanwhile()
         if changed or not self._hyper_written:
-            self._write_hyper(groups, list(range(len(groups))))
+            self._write_hyper(groups, range(len(groups)))
             self._values = values
-        elif self._read_again:
-            self._write_hyper(groups, self._read_again)
+        elif self._hyper.read_again:
+            self._write_hyper(groups, self._hyper.read_again)
         return grads
 
     def _update_addresses(self) -> list[Tensor | None] | None:
         """Looks at all operands of the native rows; their gradients, or None when more than addresses changed."""
         grads, noticed = refresh_rows(
             self.rows,
-            self._row_params,
+            self.row_params,
             self._row_states,
             self._keys,
             self._rule.has_step,
@@ -152,45 +150,8 @@ class RowSet:
         flags[first] |= np.where(shared[first], SCALES_SHARED, 0).astype(flags.dtype)
 
     def _write_hyper(self, groups: list[dict[str, Any]], which: Sequence[int]) -> None:
-        """Writes hyper-parameters as numbers, or, for a device, as the address of the tensor that holds them."""
-        fields = [self._rule.hyper(groups[g]) for g in which]
-        tensors = {
-            (g, at): value
-            for g, row in zip(which, fields, strict=True)
-            for at, value in enumerate(row)
-            if isinstance(value, Tensor)
-        }
-        again: set[int] = set()
-        rows = np.array(which, dtype=np.int64)
-        if self.host or self.other:
-            host = self.table.hyper.view(np.float64).reshape(-1, HYPER.itemsize // 8)
-            host[rows, :_FIELDS] = np.array([[float(v) for v in row] for row in fields])
-            again.update(g for g, _ in tensors)
-        for part in self.devices:
-            sources = {key: self._source(part, key, value) for key, value in tensors.items()}
-            numbers = fields
-            if tensors:
-                numbers = [
-                    tuple(0.0 if sources.get((g, at), (0, True))[0] else float(v) for at, v in enumerate(row))
-                    for g, row in zip(which, fields, strict=True)
-                ]
-                again.update(g for (g, _), (_, settled) in sources.items() if not settled)
-            part.table.settings[1 + rows, :_FIELDS] = np.array(numbers, dtype=np.float64)
-            part.table.sources[1 + rows, :_FIELDS] = 0
-            for (g, at), (word, _) in sources.items():
-                part.table.sources[1 + g, at] = word
-        self._read_again = sorted(again)
+        self._hyper.write(groups, which, self.table if self.host or self.other else None, self.devices)
         self._hyper_written = True
-
-    def _source(self, part: DevicePart, key: tuple[int, int], value: Tensor) -> tuple[int, bool]:
-        """(address word of a tensor for the device to read, or 0; whether it holds for the next steps too)."""
-        if value.device != part.device and dispatch.is_cpu(value):
-            return 0, False
-        settled = value.device == part.device and value.dtype in (torch.float32, torch.float64)
-        if not settled:
-            dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-            value = self._moved[key] = value.detach().to(part.device, dtype, non_blocking=True)
-        return value.data_ptr() | (SOURCE_F64 if value.dtype == torch.float64 else 0), settled
 
     # -- when something changed ---------------------------------------------------------------------------------------
 
@@ -353,7 +314,7 @@ class RowSet:
 
     def _build(self, groups: list[dict[str, Any]]) -> None:
         n = len(self.native)
-        self._row_params = [r.param for r in self.native]
+        self.row_params = [r.param for r in self.native]
         self._row_states = [r.state for r in self.native]
         self._slot_keys = tuple(dict.fromkeys(k for r in self.native for k in r.slots))
         self._keys = (*self._slot_keys, "step") if self._rule.has_step else self._slot_keys
@@ -387,7 +348,6 @@ class RowSet:
             places = dict(zip(("param", "grad", *r.slots, *(("step",) if r.has_step else ())), r.key, strict=True))
             self._seen[:, i] = [places.get(key, 0) for key in ("param", "grad", *self._keys)]
         self._hyper_written = False
-        self._moved = {}
         self.eager = any(r.backend == "eager" for r in self.host)
         self.ring = [StatsBuffer(h + len(self.other)) for _ in range(RING)]
         self.turn = 0
@@ -397,8 +357,8 @@ class RowSet:
     def active_params(self, grads: list[Tensor | None]) -> list[Tensor]:
         """Parameters of the native rows that had a gradient."""
         if self._all_active:
-            return self._row_params
-        return [p for p, g in zip(self._row_params, grads, strict=True) if g is not None]
+            return self.row_params
+        return [p for p, g in zip(self.row_params, grads, strict=True) if g is not None]
 
     def _take_back(self, row: Row) -> None:
         for key in row.slots:
@@ -434,21 +394,6 @@ class RowSet:
             else:
                 row.fresh = False
                 self._flags[i] &= ~FRESH
-
-
-_FIELDS = 12
-"""Fields of csrc/abi.h's Hyper that a rule gives."""
-
-
-def _same(new: Any, old: Any) -> bool:
-    """Equality of nested sequences. A tensor equals itself alone: comparing values would wait for its device."""
-    if new is old or (type(new) is tuple and type(old) is tuple and len(new) == len(old) and all(map(is_, new, old))):
-        return True
-    if type(new) is tuple or type(new) is list:
-        return type(new) is type(old) and len(new) == len(old) and all(map(_same, new, old))
-    if isinstance(new, Tensor) or isinstance(old, Tensor):
-        return False
-    return bool(new == old)
 
 
 def _signature(row: Row, plan: Plan) -> Signature:
