@@ -281,7 +281,8 @@ def report(out: Path, steps: Sequence[str]) -> int:
     rows = [step.split("|") for step in steps]
     ends = [f"tests with {b}: {result_of_tests(log(f'tests-{b}.log'))}" for b in gpu_backends.BACKENDS]
     parts.append("\n".join([*(f"{name:<12} {took:>4} s  {verdict}" for name, took, verdict in rows), *ends]))
-    lacking = [line for line in [*log("verify.log"), *log("bench.log")] if line.startswith(gpu_backends.NO_CUDA)]
+    said = [*log("verify.log"), *log("bench.log"), *(line.removeprefix("not run: ") for line in log("tests-cuda.log"))]
+    lacking = [line for line in said if line.startswith(gpu_backends.NO_CUDA)]
     if lacking:
         rule = "!" * 100
         loud = f"{rule}\n{lacking[0]}\n{rule}"
