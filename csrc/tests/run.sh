@@ -105,11 +105,16 @@ build_and_run_device() {
         program="$folder/$(basename "$source" .cpp)"
         "${build[@]}" "$program.test" "${objects[@]}" -o "$program"
         echo "run $(basename "$program") (CUDA kernels, address,undefined)"
-        "$program" 2> >(grep -v "ASan doesn't fully support makecontext" >&2) || {
-            echo "csrc/tests/run.sh: status $? from ${source##*/} with the CUDA kernels" >&2
-            exit 1
-        }
+        in_background run_on_device "$program"
     done
+    wait_for_all
+}
+
+run_on_device() { # program: one thread each, so that several run at a time
+    "$1" 2> >(grep -v "ASan doesn't fully support makecontext" >&2) || {
+        echo "csrc/tests/run.sh: status $? from $(basename "$1") with the CUDA kernels" >&2
+        return 1
+    }
 }
 
 shopt -s nullglob

@@ -124,6 +124,9 @@ void give_exchange(int first, int last) {
   }
 }
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wclobbered"  // getcontext returns once here: it is makecontext's that is switched to
+#endif
 void make_fibers() {
   for (Fiber& fiber : now.fibers) {
     getcontext(&fiber.context);
