@@ -73,8 +73,8 @@ _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
     """Every launch of this backend: on the current device and its current stream.
 
-    The first one goes through Triton, which compiles; from then on the compiled kernel is called by itself, in an eighth
-    of the host's time. Values of ``args`` never make another kernel.
+    The first one goes through Triton, which compiles; from then on the compiled kernel is called by itself, in a
+    quarter of the host's time. Values of ``args`` never make another kernel.
     """
     from triton.runtime import driver
 
