@@ -155,7 +155,8 @@ class DeviceTable:
         self.device = device
         self.rows = rows
         self._multiprocessors = multiprocessors
-        self._layouts = torch.tensor(list(layouts.values()) or [[0] * LAYOUT_WORDS], dtype=torch.int64).to(device)
+        words = np.array(list(layouts.values()) or [[0] * LAYOUT_WORDS], dtype=np.int64)
+        self._layouts = self._to_device(words)
         for at, row in enumerate(layouts):
             rows["layout"][row] = self._layouts[at].data_ptr()
         self._kinds = sorted(set(signatures))
@@ -258,4 +259,6 @@ class DeviceTable:
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
         tensor = torch.from_numpy(array)
-        return tensor if dispatch.is_cpu(self.scalars) else tensor.pin_memory().to(self.device, non_blocking=True)
+        if self.device == tensor.device:
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)  # pageable memory would make the host wait
