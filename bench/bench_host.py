@@ -13,15 +13,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+# The installed mo_fused goes before the checkout's folder of that name, which has no kernels.
+sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT)]
 
-import mo_fused
-from bench import stub_driver
-from mo_fused import dispatch
-from mo_fused.backends import cuda
+import torch  # noqa: E402 (needs the path above)
+
+import mo_fused  # noqa: E402
+from bench import stub_driver  # noqa: E402
+from mo_fused import dispatch  # noqa: E402
+from mo_fused.backends import cuda  # noqa: E402
 
 
 def median_ms(prepare: Callable[[int], None], step: Callable[[], None], repetitions: int) -> float:
@@ -79,6 +85,8 @@ def main() -> None:
     parser.add_argument("--backend", choices=("triton", "cuda"), default="triton")
     parser.add_argument("--repetitions", type=int, default=200)
     args = parser.parse_args()
+    if dispatch.native() is None:
+        raise SystemExit(f"the address scan would run in Python: {dispatch.native_problem()}")
     # The kernels are offered the CPU's tensors, as in the tests.
     if args.backend == "triton":
         stub_driver.install()

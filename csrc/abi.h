@@ -97,7 +97,7 @@ struct Result {
   double grad_norm, clip_coef, skipped, nonfinite, zeros, grad_amax;
   double update_norm, stored_norm, param_norm;
   double found_inf;   // 1 when a gradient element was non-finite or the caller said so
-  double measured;    // 1 when the gradients were measured
+  double measured;    // 1 when the gradients were measured (on a device the host knows)
   double updated;     // 1 when update statistics were taken
   double grad_scale;  // on a device: what the gradients were divided by
   double reserved[3];
@@ -141,7 +141,7 @@ struct DeviceChunk {
   int64_t start, row, length;
   int64_t slot;  // its place among the statistics
 };
-static_assert(sizeof(DeviceChunk) == 32, "mirrored by device_table.py");
+static_assert(sizeof(DeviceChunk) == 32, "mirrored by table.py");
 
 // One group; record 0 has the clip limit in the place of hyper.lr. source: for each field of Hyper, the address of a
 // float32 tensor on the device that stands for it (with kSourceF64: of a float64 one), or 0.
@@ -149,7 +149,7 @@ struct Settings {
   Hyper hyper;
   uint64_t source[16];
 };
-static_assert(sizeof(Settings) == 256, "mirrored by device_table.py");
+static_assert(sizeof(Settings) == 256, "mirrored by table.py");
 constexpr uint64_t kSourceF64 = uint64_t(1) << 60;
 
 // What the finish prepares for a row; padded to 128 bytes.
@@ -158,7 +158,7 @@ struct DeviceScalars {
   int64_t fresh;  // the momentum buffer holds no value yet
   int64_t reserved[5];
 };
-static_assert(sizeof(DeviceScalars) == 128, "sized by device_table.py");
+static_assert(sizeof(DeviceScalars) == 128, "mirrored by table.py");
 
 // Columns of float64 behind the Result, one number a chunk in each.
 enum StatColumn : int32_t {
@@ -184,9 +184,10 @@ struct DeviceStep {
   int32_t device, phases, rule;
   int32_t measured, clipping, skip_nonfinite;
   int32_t sums;  // of the update: 0 none, 1 update and parameter, 2 also the gradient
-  int32_t count_zeros, from_tensors;
+  int32_t from_tensors;
   int32_t wide;  // the programs are those of float64 parameters
+  int32_t reserved;
 };
-static_assert(sizeof(DeviceStep) == 18 * 8 + 10 * 4, "mirrored by backends/cuda.py");
+static_assert(sizeof(DeviceStep) == 18 * 8 + 10 * 4, "mirrored by table.py");
 
 }  // namespace mo

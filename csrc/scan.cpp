@@ -38,7 +38,8 @@ void describe(const DLTensor& t, TensorRecord& r) {
   r.numel = numel;
   r.dtype = dtype_of(t.dtype);
   r.device = t.device.device_type << 16 | t.device.device_id;
-  r.contiguous = contiguous || numel == 0;
+  // One element is always contiguous, also of a lazily negated view: it is not said here, so that Python looks closer.
+  r.contiguous = numel == 0 || (contiguous && numel > 1);
 }
 
 // What scan and scan_rows need of Python, taken apart once a call.

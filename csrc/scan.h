@@ -19,7 +19,7 @@ struct TensorRecord {
   int64_t numel;
   int32_t dtype;       // DType, or -1
   int32_t device;      // DLPack device type << 16 | index
-  int32_t contiguous;  // 1: row-major without gaps
+  int32_t contiguous;  // 1: row-major without gaps, and not a single element
   int32_t plain;       // 1: exactly torch.Tensor or torch.nn.Parameter
 };
 static_assert(sizeof(TensorRecord) == 40, "mirrored by mo_fused/table.py");

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +63,7 @@ class DeviceGradients:
 def _request(max_norm: float | None) -> Request:
     return Request(
         rule=_NO_RULE,
-        max_grad_norm=None if max_norm is None or math.isnan(max_norm) else max_norm,
+        max_grad_norm=max_norm,
         skip_nonfinite=False,
         stats=False,
         clip_in_place=False,
@@ -73,7 +73,14 @@ def _request(max_norm: float | None) -> Request:
     )
 
 
-_tables: OrderedDict[Any, DeviceGradients] = OrderedDict()
+class _Kept(threading.local):
+    """The last tables of this thread: what a table finds and what it then measures or scales must be the same."""
+
+    def __init__(self) -> None:
+        self.tables: OrderedDict[Any, DeviceGradients] = OrderedDict()
+
+
+_kept = _Kept()
 
 
 def on_one_device(grads: Sequence[Tensor]) -> DeviceGradients | None:
@@ -94,7 +101,7 @@ def on_one_device(grads: Sequence[Tensor]) -> DeviceGradients | None:
     if not served.all() or any(g.is_neg() for g in items):
         return None
     key = (device, backend, dispatch.stream(device), records["layout"].tobytes())
-    found = _tables.pop(key, None)
+    found = _kept.tables.pop(key, None)
     if found is None:
         layouts: dict[int, list[int]] = {}
         for i in np.flatnonzero(records["contiguous"] == 0).tolist():
@@ -104,8 +111,8 @@ def on_one_device(grads: Sequence[Tensor]) -> DeviceGradients | None:
             if order.layout is not None:
                 layouts[i] = order.layout
         found = DeviceGradients(records, layouts, device, backend)
-    _tables[key] = found
-    while len(_tables) > _KEPT:
-        _tables.popitem(last=False)
+    _kept.tables[key] = found
+    while len(_kept.tables) > _KEPT:
+        _kept.tables.popitem(last=False)
     found.find(items, records["address"])
     return found

@@ -16,7 +16,7 @@ from .backends import cuda, triton
 from .device_table import DeviceTable, Signature
 from .request import Request
 from .stats import RESULT_AT, RESULT_WIDTH, RING, ROW, ROW_WIDTH
-from .table import STAT_COLUMNS
+from .table import ACTIVE, STAT_COLUMNS
 
 _PARTIAL = 5
 _BACKENDS = {"triton": triton, "cuda": cuda}
@@ -34,9 +34,10 @@ class DeviceStats:
         self._active = np.zeros(0, dtype=bool)
 
     def claim(self, measured: bool, updated: bool) -> None:
+        """Takes the slot for a new step; statistics of the step that had it become stale."""
         self.generation += 1
         self.measured, self.updated = measured, updated
-        self._active = (self._table.rows["flags"] & 1).astype(bool)
+        self._active = (self._table.rows["flags"] & ACTIVE).astype(bool)
 
     def field(self, name: str) -> Tensor:
         """A 0-dim float64 on the device; a copy, because the slot is written again four steps later."""
@@ -69,6 +70,13 @@ class DeviceStats:
         return rows
 
 
+def _as_flag(value: Tensor | float | None) -> Tensor | float | None:
+    """found_inf as 0 or 1: a small float64 would become 0 in float32."""
+    if isinstance(value, Tensor):
+        return value if value.dtype == torch.float32 else value != 0
+    return None if value is None else float(value != 0)
+
+
 class DevicePart:
     """What a step does with the rows of one device."""
 
@@ -84,12 +92,14 @@ class DevicePart:
         self.device = device
         self._backend: Any = _BACKENDS[backend]
         multiprocessors = dispatch.multiprocessors(device)
-        self.table = DeviceTable(rows, signatures, layouts, groups, device, multiprocessors, self._backend.SPLIT)
+        # Made in an evaluation loop or not, the tensors have to be writable later.
+        with torch.inference_mode(False):
+            self.table = DeviceTable(rows, signatures, layouts, groups, device, multiprocessors, self._backend.SPLIT)
+            self._partial = torch.zeros(_PARTIAL, dtype=torch.float64, device=device)
         self._ring = [DeviceStats(self.table, slot) for slot in range(RING)]
         self._turn = 0
         self.captured = False
         """A CUDA graph refers to this part's memory, which therefore has to stay."""
-        self._partial = torch.zeros(_PARTIAL, dtype=torch.float64, device=device)
 
     @property
     def stats(self) -> DeviceStats:
@@ -106,7 +116,7 @@ class DevicePart:
             ask,
             skip_nonfinite=ask.skips_nonfinite,
             grad_scale=self._brought(ask.grad_scale),
-            found_inf=self._brought(ask.found_inf),
+            found_inf=self._brought(_as_flag(ask.found_inf)),
             report=ask.report if self._late_report is None else None,
         )
         self.table.settings[0, 0] = math.nan if ask.max_grad_norm is None else ask.max_grad_norm
@@ -130,7 +140,7 @@ class DevicePart:
         return value.to(self.device, torch.float32, non_blocking=True)
 
     def measure(self, count_zeros: bool = False) -> None:
-        """Pass 1."""
+        """Pass 1: statistics of every gradient. ``count_zeros``: of its zero elements too."""
         with dispatch.on_device(self.device):
             self._backend.measure(self.table, self.stats.address, count_zeros)
 

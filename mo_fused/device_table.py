@@ -164,12 +164,12 @@ class DeviceTable:
         self._kind = np.array([place[s] for s in signatures], dtype=np.int64)
         self._strided = rows["layout"] != 0
         self._split = split
-        # Under another, gradients of float64 are narrowed to float32 like everything else.
+        # Under parameters of another dtype everything is computed in float32.
         self._wide = np.array([s[0] == 3 for s in signatures], dtype=bool)
         self.wide_gradients = any(s[1] == 3 for s in self._kinds)
-        self.row_of_chunk, self._start = cut(rows["numel"], chunk_elements(int(rows["numel"].sum())))
-        self.n_chunks = len(self._start)
         size = chunk_elements(int(rows["numel"].sum()))
+        self.row_of_chunk, self._start = cut(rows["numel"], size)
+        self.n_chunks = len(self._start)
         self._length = np.minimum(size, rows["numel"][self.row_of_chunk] - self._start)
 
         self.settings = np.zeros((1 + groups, SETTINGS_WORDS), dtype=np.float64)
@@ -187,6 +187,7 @@ class DeviceTable:
 
     @property
     def rows_at(self) -> int:
+        """Device address of the rows; like the others, for the kernels."""
         return self._rows_mirror.address
 
     @property

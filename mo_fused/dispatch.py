@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from importlib import resources
 from types import ModuleType
 from typing import Any
 
@@ -63,33 +65,56 @@ def native_problem() -> str:
     return _load_native()[1]
 
 
-CUDA_REMEDY = (
+BUILD_CUDA = (
     "install the CUDA toolkit's nvcc, 12.4 or newer, and build again with `MO_FUSED_CUDA=1 pip install --no-binary "
-    'mo_fused mo_fused` (or `pip install .` in a checkout), or use backend="triton"'
+    "mo_fused mo_fused` (or `pip install .` in a checkout)"
 )
 
 
 @lru_cache(maxsize=1)
-def cuda_problem() -> str:
-    """Why the CUDA backend cannot be used in this process; empty when it can."""
+def build_info() -> dict[str, Any]:
+    """What setup.py wrote about the build; empty when the package was not built."""
+    file = resources.files(__package__).joinpath("build_info.json")
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
+
+
+@lru_cache(maxsize=1)
+def _cuda_state() -> tuple[str, str]:
     library = native()
     if library is None:
-        return native_problem()
+        return native_problem(), REMEDY
     if not hasattr(library, "cuda_versions"):
-        return "the native library was built without CUDA kernels"
+        reason, remedy = build_info().get("cuda_reason"), build_info().get("cuda_remedy")
+        return (
+            f"the native library was built without CUDA kernels{f' ({reason})' if reason else ''}",
+            remedy or BUILD_CUDA,
+        )
     runtime, driver, shim = library.cuda_versions()
     if shim:
-        return ""
+        return "", ""
     if not is_nvidia():
-        return "this build of torch does not drive NVIDIA's GPUs"
+        return "this build of torch does not drive NVIDIA's GPUs", "install a CUDA build of torch"
     if driver == 0:
-        return "no CUDA driver was found"
+        return "no CUDA driver was found", "install NVIDIA's driver"
     if driver < runtime:
-        return (
-            f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, and the kernels were built with "
-            f"{runtime // 1000}.{runtime % 1000 // 10}"
-        )
-    return ""
+        reason = f"the driver supports CUDA {_version(driver)}, and the kernels were built with {_version(runtime)}"
+        return reason, f"update the driver, or build again with an nvcc of CUDA {_version(driver)} or older"
+    return "", ""
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def cuda_problem() -> str:
+    """Why the CUDA backend cannot be used in this process; empty when it can."""
+    return _cuda_state()[0]
+
+
+def cuda_remedy() -> str:
+    """What to do about :func:`cuda_problem`."""
+    return _cuda_state()[1]
 
 
 @lru_cache(maxsize=1)
@@ -164,10 +189,12 @@ def device_code(device: torch.device) -> int:
 
 
 def is_cpu(tensor: Tensor) -> bool:
+    """Whether the tensor is in the host's memory."""
     return tensor.device.type == "cpu"
 
 
 def is_meta(tensor: Tensor) -> bool:
+    """Whether the tensor has no data."""
     return tensor.device.type == "meta"
 
 
@@ -186,7 +213,7 @@ def requested(backend: str | None) -> str | None:
     if name == "cpu" and native() is None:
         raise errors.missing_backend("cpu", native_problem(), REMEDY)
     if name == "cuda" and cuda_problem():
-        raise errors.missing_backend("cuda", cuda_problem(), CUDA_REMEDY)
+        raise errors.missing_backend("cuda", cuda_problem(), cuda_remedy())
     if name == "triton" and triton_problem():
         raise errors.missing_backend("triton", triton_problem(), TRITON_REMEDY)
     return name
@@ -240,7 +267,14 @@ def _cuda_device_problem(tensor: Tensor) -> str:
     if cuda_shim():
         return "the CUDA kernels were compiled for the CPU"
     major, minor = torch.cuda.get_device_capability(tensor.device)
-    return f"the GPU has compute capability {major}.{minor}, 7.5 is needed" if (major, minor) < (7, 5) else ""
+    if (major, minor) < (7, 5):
+        return f"the GPU has compute capability {major}.{minor}, 7.5 is needed"
+    built = [divmod(int(arch), 10) for arch in build_info().get("cuda_archs", [])]
+    # Machine code runs on the same major version from its minor version on, the newest one's PTX on everything newer.
+    if not built or (major, minor) >= max(built) or any(a == major and b <= minor for a, b in built):
+        return ""
+    names = ", ".join(f"{a}.{b}" for a, b in built)
+    return f"the CUDA kernels were built for compute capability {names}, and the GPU has {major}.{minor}"
 
 
 def device_report() -> list[tuple[str, str, str]]:

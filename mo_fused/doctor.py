@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from importlib import metadata, resources
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ def collect() -> dict[str, Any]:
     """Everything ``mo-fused doctor`` prints, as one dictionary of plain values."""
     native = dispatch.native()
     advice: list[str] = []
-    build = _build_info()
+    build = dispatch.build_info() or None
     kernels: dict[str, Any] = {"built": native is not None, "problem": dispatch.native_problem() or None}
     if native is not None:
         isa, problem = cpu.instruction_set()
@@ -27,9 +27,11 @@ def collect() -> dict[str, Any]:
         if problem:
             advice.append(f"{problem}; using {isa}. Unset MO_FUSED_ISA, or set it to base, avx2 or avx512.")
     else:
-        advice.append(f"No native kernels: {dispatch.native_problem()}. To get them, {dispatch.REMEDY}.")
+        known = build if build and not build.get("native", True) else {}
+        reason, remedy = known.get("reason", dispatch.native_problem()), known.get("remedy", dispatch.REMEDY)
+        advice.append(f"No native kernels: {reason}. To get them, {remedy}.")
     if dispatch.cuda_problem() and dispatch.is_nvidia():
-        advice.append(f"No CUDA kernels: {dispatch.cuda_problem()}. For an NVIDIA GPU, {dispatch.CUDA_REMEDY}.")
+        advice.append(f"No CUDA kernels: {dispatch.cuda_problem()}. For an NVIDIA GPU, {dispatch.cuda_remedy()}.")
     if dispatch.triton_problem():
         advice.append(f"No Triton kernels: {dispatch.triton_problem()}. For a GPU, {dispatch.TRITON_REMEDY}.")
     try:
@@ -64,14 +66,6 @@ def _version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _build_info() -> dict[str, Any] | None:
-    file = resources.files(__package__).joinpath("build_info.json")
-    if not file.is_file():
-        return None
-    info: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return info
 
 
 def report(as_json: bool = False) -> str:

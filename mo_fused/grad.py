@@ -156,7 +156,7 @@ def _as_list(tensors: Tensor | Iterable[Tensor], stacklevel: int) -> list[Tensor
 
 
 def _served(grads: list[Tensor], norm_type: float) -> bool:
-    """Whether this module computes the norm itself; torch does the rest (other norms, devices, DTensors)."""
+    """Whether the host computes the norm; what is neither its own nor one device's goes to torch."""
     return norm_type in (2.0, _INF) and all(
         type(g) in (Tensor, torch.nn.Parameter)
         and g.layout is torch.strided

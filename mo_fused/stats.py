@@ -186,7 +186,11 @@ class StepStats:
 
     @property
     def nonfinite(self) -> Tensor | None:
-        """Number of gradient elements that are inf or NaN, over all groups (float64, a whole number)."""
+        """Number of gradient elements that are inf or NaN, over all groups (float64, a whole number).
+
+        On a device, NaN like the gradient's norm when nothing but ``stats=True`` asked for it and torch's scaler made
+        the step a skipped one: the gradients were not read then.
+        """
         return self._field("nonfinite", self._measured)
 
     @property

@@ -105,7 +105,7 @@ DEVICE_STEP = np.dtype(
     + [(n, "u8") for n in ("grad_scale", "found_inf", "report", "extras", "norm", "partial", "before", "stream")]
     + [("n_extras", "i8")]
     + [(n, "i4") for n in ("device", "phases", "rule", "measured", "clipping", "skip_nonfinite", "sums")]
-    + [(n, "i4") for n in ("count_zeros", "from_tensors", "wide")]
+    + [(n, "i4") for n in ("from_tensors", "wide", "reserved")]
 )
 SETTINGS_WORDS = 32
 DEVICE_CHUNK_WORDS = 4
@@ -237,7 +237,7 @@ def _record(tensor: Tensor | None) -> tuple[int, int, int, int, int, int, int]:
         tensor.numel(),
         dispatch.FLOATS.get(tensor.dtype, -1),
         dispatch.device_code(tensor.device),
-        int(tensor.is_contiguous()),
+        int(tensor.is_contiguous() and tensor.numel() != 1),
         1,
     )
 
@@ -311,7 +311,7 @@ def gradient_table(grads: list[Tensor]) -> tuple[Table, list[int]]:
     served = (records["plain"] == 1) & (records["dtype"] >= 0) & (records["device"] == cpu)
     layouts: dict[int, list[int]] = {}
     # Lazily negated views are strided (the imaginary part of a conjugate); one element is always contiguous.
-    for i in np.flatnonzero(served & ((records["contiguous"] == 0) | (records["numel"] == 1))).tolist():
+    for i in np.flatnonzero(served & (records["contiguous"] == 0)).tolist():
         order = walking_order([None, grads[i], None, None, None], written=())
         if grads[i].is_neg() or order.problem:
             served[i] = False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
+import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_VARIABLES = (
@@ -15,6 +19,29 @@ BUILD_VARIABLES = (
 NOT_SOURCE = shutil.ignore_patterns(
     ".*", "build", "dist", "runs", "*.egg-info", "__pycache__", "*.so", "*.pyc", "build_info.json"
 )
+
+
+NO_NVCC = "no nvcc of CUDA 12.4 or newer here"
+
+
+@cache
+def setup_functions() -> ModuleType:
+    """setup.py as a module: it runs setup() only as a program."""
+    spec = importlib.util.spec_from_file_location("mo_fused_setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def machine_nvcc() -> list[str] | None:
+    """The machine's own nvcc, if it is new enough; whether it works is for the tests to see."""
+    setup = setup_functions()
+    for candidate in setup.nvcc_candidates():
+        release = setup.nvcc_release(setup.attempt([*candidate, "--version"])[1])
+        if release and release[1] >= (12, 4):
+            return list(candidate)
+    return None
 
 
 def copy_of_checkout(folder: Path) -> Path:

@@ -148,3 +148,26 @@ def test_a_scheduler_does_not_cost_the_fused_unscaling() -> None:
     torch.optim.lr_scheduler.StepLR(opt, 1)
     assert opt._step_supports_amp_scaling
     assert not mo_fused.SGD([Parameter(torch.zeros(3))], lr=1.0, amp="torch")._step_supports_amp_scaling
+
+
+def test_a_buffer_made_for_nothing_is_no_value_for_torchs_step() -> None:
+    """Two parameters that share memory go to torch; dampening must not touch the first step."""
+    base = torch.zeros(6)
+    p, q = Parameter(base[:4]), Parameter(base[2:])
+    opt = mo_fused.SGD([p, q], lr=1.0, momentum=0.9, dampening=0.5)
+    p.grad, q.grad = torch.ones(4), torch.ones(4)
+    opt.step()
+    assert {r.backend for r in opt.explain()} == {"torch"}
+    assert base.tolist() == [-1.0, -1.0, -2.0, -2.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("numbers", [torch.tensor(1 + 2j), torch.tensor([1 + 2j, 3 + 4j])], ids=["scalar", "strided"])
+def test_a_gradient_may_become_a_lazily_negated_view(numbers: torch.Tensor) -> None:
+    p = Parameter(torch.zeros(numbers.shape))
+    opt = mo_fused.SGD([p], lr=1.0)
+    p.grad = numbers.imag
+    opt.step()
+    p.grad = numbers.conj().imag
+    assert p.grad.is_neg()
+    opt.step()
+    assert not p.detach().any(), "up and down again"

@@ -23,12 +23,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from package_build import BUILD_VARIABLES, ROOT, copy_of_checkout, run
+from package_build import BUILD_VARIABLES, NO_NVCC, ROOT, copy_of_checkout, machine_nvcc, run, setup_functions
 
 import mo_fused._native
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
-NO_NVCC = "no nvcc of CUDA 12.4 or newer here"
 KNOWN = ["75", "80", "86", "87", "90", "100"]
 
 NVCC = """#!{python}
@@ -74,12 +73,7 @@ def program(path: Path, text: str) -> str:
 
 @pytest.fixture(scope="module")
 def setup_py() -> ModuleType:
-    """setup.py as a module: it runs setup() only as a program."""
-    spec = importlib.util.spec_from_file_location("mo_fused_setup", ROOT / "setup.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return setup_functions()
 
 
 @pytest.fixture(autouse=True)
@@ -456,10 +450,9 @@ def installed_info() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def nvcc(setup_py: ModuleType) -> list[str]:
     """The machine's own; one that is new enough but does not work makes the tests fail."""
-    for candidate in setup_py.nvcc_candidates():
-        release = setup_py.nvcc_release(setup_py.attempt([*candidate, "--version"])[1])
-        if release and release[1] >= (12, 4):
-            return list(candidate)
+    found = machine_nvcc()
+    if found is not None:
+        return found
     pytest.skip(NO_NVCC)
 
 

@@ -6,15 +6,14 @@ which they expand.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from package_build import NO_NVCC, machine_nvcc
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHS = (80, 90)
@@ -26,13 +25,9 @@ REGISTERS = 80
 FLOAT64_REGISTERS = 128
 
 
-def nvcc() -> str | None:
-    found = os.environ.get("NVCC") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    return found if Path(found).exists() else None
-
-
-if nvcc() is None:
-    pytest.skip("nvcc is not installed", allow_module_level=True)
+NVCC = machine_nvcc()
+if NVCC is None:
+    pytest.skip(NO_NVCC, allow_module_level=True)
 
 
 def flags() -> list[str]:
@@ -65,7 +60,7 @@ class Compiled:
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(*NVCC, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 
@@ -73,11 +68,10 @@ def run(*command: str) -> str:
 def compile_one(stem: str, arch: int, folder: Path) -> Compiled:
     source, out = CSRC / "cuda" / f"{stem}.cu", folder / f"{stem}.{arch}"
     common = [*flags(), "-O3", "-DMO_ISA=device", "-I", str(CSRC), str(source)]
-    command = nvcc()
-    assert command
+    assert NVCC
     real = [f"-arch=compute_{arch}", f"-code=sm_{arch}"]
-    report = run(command, "-cubin", *real, "-Xptxas", "-v", *common, "-o", f"{out}.cubin")
-    run(command, "-ptx", f"-arch=compute_{arch}", *common, "-o", f"{out}.ptx")
+    report = run(*NVCC, "-cubin", *real, "-Xptxas", "-v", *common, "-o", f"{out}.cubin")
+    run(*NVCC, "-ptx", f"-arch=compute_{arch}", *common, "-o", f"{out}.ptx")
     entries = []
     pattern = (
         r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) .*?Used (\d+) reg"
@@ -137,11 +131,10 @@ def test_accesses_of_128_bits(stem: str, arch: int, compiled: dict[tuple[str, in
 
 def test_a_fused_build_is_noticed(tmp_path: Path) -> None:
     """The search for fma finds it when fusion is on."""
-    command = nvcc()
-    assert command
+    assert NVCC
     on = [f.replace("-fmad=false", "-fmad=true") for f in flags()]
     (tmp_path / "fused.cu").write_text("__global__ void k(float* x) { x[0] = x[1] * x[2] + x[3]; }\n")
     for extra, expected in ((on, True), (flags(), False)):
         out = tmp_path / "k.ptx"
-        run(command, "-ptx", "-arch=compute_80", *extra, str(tmp_path / "fused.cu"), "-o", str(out))
+        run(*NVCC, "-ptx", "-arch=compute_80", *extra, str(tmp_path / "fused.cu"), "-o", str(out))
         assert ("fma.rn.f32" in out.read_text()) is expected

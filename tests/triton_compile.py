@@ -37,8 +37,8 @@ OLD_TRITON = (3, 9)
 OLD_REGISTERS = 128
 """Of an update with sums, by a Triton before 3.9: four blocks fit. It begins more of the sums at the same time."""
 SPILLS = 16
-"""Bytes of a thread's registers that may lie in memory: now and then ptxas puts a scalar or two aside for the length of
-a loop, even with half of the registers free."""
+"""Bytes of a thread's registers that may lie in memory in the kernels that are launched once a step, over sums: now and
+then ptxas puts a scalar or two aside for the length of a loop. Updates and statistics have none."""
 
 F32, BF16, F16, F64, NONE = 0, 1, 2, 3, -1
 BYTES = {F32: 4, BF16: 2, F16: 2, F64: 8}
@@ -155,10 +155,14 @@ def _request(rule: int, max_grad_norm: float | None = None, skip_nonfinite: bool
     )
 
 
+# Updates whose eight elements of every operand would not fit into the registers.
+BY_8_BYTES = (ADAMW_SIGNATURES["fp16"], ADAMW_SIGNATURES["bf16 amsgrad"])
+
+
 def _bits(codes: list[int], signature: Signature, sums: bool) -> tuple[int, ...]:
     """Of each operand what goes with 16 bytes of the widest; with sums, 16-bit tensors go by 8 bytes."""
     widest = max(BYTES[code] for code in signature if code != NONE)
-    elements = 16 // max(widest, 4 if sums else 1)
+    elements = 16 // max(widest, 4 if sums or signature in BY_8_BYTES else 1)
     return tuple(8 * elements * BYTES[code] for code in codes if code != NONE)
 
 
@@ -183,7 +187,7 @@ def variants(target: Target) -> dict[str, Variant]:
                 aligned = "aligned" in name.split()
                 most = REGISTERS if aligned and F64 not in signature else None
                 limits = dict(registers=most, old_registers=OLD_REGISTERS if most and sums else most)
-                limits |= dict(spills=SPILLS if aligned else None, integer_division="strided" in name.split())
+                limits |= dict(spills=0 if aligned else None, integer_division="strided" in name.split())
             found[name] = Variant(name, kernel, keywords, loads, stores, **limits)
 
         for rule, kernel, signatures in ((ADAM, "adamw", ADAMW_SIGNATURES), (SGD, "sgd", SGD_SIGNATURES)):

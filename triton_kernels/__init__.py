@@ -1,7 +1,7 @@
-"""The kernels in Triton, installed as ``mo_fused.triton_kernels``: one kernel and one launcher a file.
+"""The kernels in Triton, installed as ``mo_fused.triton_kernels``: one kernel a file, launched by backends/triton.py.
 
-The map: ``_rules.py`` is the twin of ``csrc/rules``; ``_table.py`` mirrors the records of ``csrc/abi.h`` and
-``mo_fused/device_table.py``; ``_chunk.py`` turns a program id into chunks and typed pointers.
+The map: ``_rules.py`` is the twin of ``csrc/rules``; ``_chunk.py`` mirrors the records and turns a program id into
+chunks and typed pointers; ``_totals.py`` adds up the statistics, ``_update_sums.py`` has the sums of an update.
 """
 
 if __name__ != "mo_fused.triton_kernels":

@@ -1,6 +1,6 @@
 """From a program id to chunks, and from a chunk to its row and typed pointers with alignment hints.
 
-Records (all addresses are integers; ``mo_fused/device_table.py`` writes them, ``tests/test_triton_table.py`` compares):
+Records (all addresses are integers; ``mo_fused/device_table.py`` writes them, ``tests/test_triton.py`` compares):
 
 * row: 16 words, csrc/abi.h's Row;
 * chunk: 4 words: first element, row, elements, place among the statistics;
@@ -137,7 +137,7 @@ def column(stats, name, n_chunks):
 def operand(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointer to element ``start`` (int64) of a tensor; 16-bit floats but fp16 as integers.
 
-    ALIGNED promises that the tensor begins at a multiple of 16 bytes; chunks begin at multiples of 1024 elements.
+    ALIGNED promises that the tensor begins at a multiple of 16 bytes; chunks begin at multiples of 2048 elements.
     """
     if DTYPE == F32:
         at = (address + start * 4).to(tl.pointer_type(tl.float32))

@@ -36,7 +36,9 @@ def gradient_totals(stats, n_chunks, extras, n_extras, TILE: tl.constexpr):
     exponent = none
     for i in range(0, n_chunks, TILE):
         index = i + tl.arange(0, TILE)
-        counted = column_tile(stats, t.SUMSQ, n_chunks, index) * column_tile(stats, t.CLIPS, n_chunks, index) != 0.0
+        counted = (column_tile(stats, t.SUMSQ, n_chunks, index) != 0.0) & (
+            column_tile(stats, t.CLIPS, n_chunks, index) != 0.0
+        )
         e = column_tile(stats, t.EXPONENT, n_chunks, index).to(tl.int64)
         exponent = tl.maximum(exponent, tl.max(tl.where(counted, e, none)))
     for k in range(n_extras):

@@ -3,7 +3,8 @@
 Formula: sum g^2, fp32 within one 16-byte load and float64 across; a chunk whose fp32 sum overflows or nearly vanishes
   is summed again in float64, a float64 chunk that does so with a power of two taken out.
 Reference: tests/test_clip.py and tests/test_grad_utilities.py, against float64.
-Bytes read per element: the gradient once (fp32 4, bf16 and fp16 2, fp64 8); nothing is written.
+Bytes read per element: the gradient once (fp32 4, bf16 and fp16 2, fp64 8), a chunk that is summed again or has
+  non-finite elements twice; 48 written per chunk.
 Assumes of the table: the row's gradient, its layout, and, where ALIGNED, a gradient at a multiple of 16 bytes.
 """
 

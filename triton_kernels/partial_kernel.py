@@ -1,7 +1,7 @@
 """What this device's gradients add to the norm, when other devices hold some too: five numbers for their finish.
 
 Formula: _totals.py, gradient_totals.
-Reference: tests/test_triton.py, against one device.
+Reference: tests/test_both_sides.py, host and device in one optimizer.
 Bytes: per chunk of the gradients 48 read; 40 written.
 Assumes of the table: the statistics of this step.
 """

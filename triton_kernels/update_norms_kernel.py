@@ -1,7 +1,7 @@
 """After the update, with statistics on: norms of the update, of what storage kept of it, and of the parameters.
 
 Formula: sqrt(sum over chunks), float64, fixed order. A skipped step has update 0 and the parameters of the step before.
-Reference: tests/test_numerics.py, tests/test_amp.py.
+Reference: tests/test_clip.py, tests/test_device_step.py.
 Bytes: per chunk 24 read (72 when the gradient was measured during the update).
 Assumes of the table: the statistics of this step, and those of the step before or 0.
 """

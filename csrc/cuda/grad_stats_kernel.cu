@@ -2,7 +2,8 @@
 // Formula: sum g^2, the squares of one 16-byte load in the compute type and everything above in double; a chunk whose sum
 //   overflows or nearly vanishes is summed again in double, a float64 chunk that does so with a power of two taken out.
 // Reference: tests/test_clip.py and tests/test_grad_utilities.py, against float64.
-// Bytes read per element: the gradient once (fp32 4, bf16 and fp16 2, fp64 8); nothing is written.
+// Bytes read per element: the gradient once (fp32 4, bf16 and fp16 2, fp64 8), a chunk that is summed again or has
+//   non-finite elements twice; 48 written per chunk.
 // Assumes of the table: Row::grad, Row::dtype[kGrad], and Row::layout for its strides.
 #include "cuda/update_sums.cuh"
 

@@ -1,5 +1,5 @@
 // What this device's gradients add to the norm, when other devices hold some too: five numbers for their finish.
-// Formula: totals.cuh. Reference: tests/test_device_step.py, against one device.
+// Formula: totals.cuh. Reference: tests/test_both_sides.py, host and device in one optimizer.
 // Bytes: per chunk of the gradients 48 read; 40 written.
 // Assumes of the table: the statistics of this step.
 #include "cuda/totals.cuh"

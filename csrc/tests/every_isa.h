@@ -54,10 +54,10 @@ inline std::vector<std::string> lines_of(std::FILE* file) {
 
 // The whole main() of such a test.
 template <class Suite>
-int run_on_every_isa(const char* name, Suite suite) {
+int run_on_every_isa(const char* name, Suite suite, int orders = 2) {
   std::vector<std::string> first;
   int failed = 0;
-  for (const char* isa : isa::names()) {
+  for (const char* isa : isa::names(orders)) {
     std::FILE* results = std::tmpfile();
     if (!results) {
       std::perror("tmpfile");

@@ -2,7 +2,7 @@
 
 Launches of a step, whatever the number of tensors and groups: one of statistics (when something needs them before the
 update) and one of the update per dtype signature and kind of addressing, one finish; with ``clip_in_place`` one more
-per signature, with ``stats`` one more in all.
+per signature and kind of addressing, with ``stats`` one more in all.
 """
 
 from __future__ import annotations

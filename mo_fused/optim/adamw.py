@@ -20,7 +20,8 @@ OPTIONS_DOC = """
         clip_in_place: also write the clipped, unscaled gradients back to ``.grad``.
         stats: measure norms of gradients, updates and parameters every step (``opt.last_step``).
         amp: "fused" unscales inside the step, as torch's ``fused=True`` does; "torch" leaves it to the scaler.
-        backend: "cpu", "eager" or None for the best one (also the environment variable MO_FUSED_BACKEND).
+        backend: "cpu", "cuda", "triton", "eager" or None for the best one (also the environment variable
+            MO_FUSED_BACKEND).
 
     ``fused`` and ``foreach`` are stored and shown; they do not choose the backend (``opt.explain()`` tells which runs).
 """

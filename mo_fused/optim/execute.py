@@ -59,7 +59,7 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
     if rows.host or rows.other:
         out = _claim(rows)
         control = _control(rows, ask)
-        on_host = _measure_host(rows, grads, ask, out) if ask.measured else None
+        on_host = _measure_host(rows, grads, out) if ask.measured else None
     for i, part in enumerate(parts):
         elsewhere = [p for j, p in enumerate(partials) if j != i]
         if on_host is not None:
@@ -117,7 +117,7 @@ def _run_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> Non
         cpu.run(rows.table)
 
 
-def _measure_host(rows: RowSet, grads: list[Tensor | None], ask: Request, out: StatsBuffer) -> list[float]:
+def _measure_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> list[float]:
     """Pass 1 of the host's rows and torch's: (sum of squares, its exponent, largest magnitude, non-finite, zeros)."""
     control = rows.table.control
     scale = float(control["grad_scale"][0])

@@ -36,9 +36,18 @@ class HyperWriter:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self._moved: dict[tuple[int, int], Tensor] = {}
-        self.read_again: Sequence[int] = ()
-        """Groups with a tensor that can be written in place and that no kernel reads by itself."""
+        self._moved: dict[tuple[torch.device, int, int], Tensor] = {}
+        self._by_address: dict[tuple[torch.device, int, int], tuple[Tensor, int, torch.dtype]] = {}
+        self._read_again: set[int] = set()  # a tensor that can be written in place and that no kernel reads by itself
+
+    def stale(self) -> list[int]:
+        """Groups to be written again although they say the same: their tensors may hold, or lie, elsewhere."""
+        moved = {
+            g
+            for (device, g, _), (tensor, address, dtype) in self._by_address.items()
+            if tensor.data_ptr() != address or tensor.dtype != dtype or tensor.device != device
+        }
+        return sorted(self._read_again | moved)
 
     def write(
         self, groups: list[dict[str, Any]], which: Sequence[int], host: Table | None, devices: Sequence[DevicePart]
@@ -51,7 +60,9 @@ class HyperWriter:
             for at, value in enumerate(row)
             if isinstance(value, Tensor)
         }
-        again: set[int] = set()
+        self._read_again -= set(which)
+        again = self._read_again
+        self._by_address = {key: value for key, value in self._by_address.items() if key[1] not in which}
         rows = np.array(which, dtype=np.int64)
         if host is not None:
             words = host.hyper.view(np.float64).reshape(-1, HYPER.itemsize // 8)
@@ -70,7 +81,6 @@ class HyperWriter:
             part.table.sources[1 + rows, :FIELDS] = 0
             for (g, at), (word, _) in sources.items():
                 part.table.sources[1 + g, at] = word
-        self.read_again = sorted(again)
 
     def _source(self, part: DevicePart, key: tuple[int, int], value: Tensor) -> tuple[int, bool]:
         """(address word of a tensor for the device to read, or 0; whether it holds for the next steps too)."""
@@ -79,5 +89,9 @@ class HyperWriter:
         settled = value.device == part.device and value.dtype in (torch.float32, torch.float64)
         if not settled:
             dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-            value = self._moved[key] = value.detach().to(part.device, dtype, non_blocking=True)
+            value = self._moved[(part.device, key[0], key[1])] = value.detach().to(
+                part.device, dtype, non_blocking=True
+            )
+        else:
+            self._by_address[(part.device, key[0], key[1])] = (value, value.data_ptr(), value.dtype)
         return value.data_ptr() | (SOURCE_F64 if value.dtype == torch.float64 else 0), settled

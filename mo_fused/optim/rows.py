@@ -58,9 +58,26 @@ class Row:
     plan: Plan | None = None
     fresh: bool = False  # the momentum buffer was made for this step and holds no value yet
     fresh_flag: Tensor | None = None  # on a device: 1 while that is so, as only the device knows
-    fresh_slot: Tensor | None = None  # the buffer that the flag is about
     structure: Any = None  # what the group said when the plan was made
     key: list[int] = field(default_factory=list)  # layout hashes that the plan was made for: param, grad, slots, step
+
+
+@dataclass(frozen=True)
+class FreshSlot:
+    """A momentum buffer on a device that may hold no value yet. It outlives the rows of its parameter."""
+
+    param: Tensor
+    state: dict[str, Any]
+    key: str
+    slot: Tensor
+    flag: Tensor
+
+    def is_there(self) -> bool:
+        return self.state.get(self.key) is self.slot
+
+    def holds_nothing(self) -> bool:
+        """Asks the device, and so waits for it."""
+        return self.is_there() and bool(self.flag.item())
 
 
 class RowSet:
@@ -78,6 +95,7 @@ class RowSet:
         self._cache: dict[int, Row] = {}
         self._on_device: dict[tuple[torch.device, str], list[Row]] = {}
         self.devices: list[DevicePart] = []
+        self._fresh: dict[int, FreshSlot] = {}
         self._captured: list[DevicePart] = []
         self._unseen: list[Tensor] = []
         self._values: list[Any] = []
@@ -117,8 +135,8 @@ class RowSet:
         if changed or not self._hyper_written:
             self._write_hyper(groups, range(len(groups)))
             self._values = values
-        elif self._hyper.read_again:
-            self._write_hyper(groups, self._hyper.read_again)
+        elif stale := self._hyper.stale():
+            self._write_hyper(groups, stale)
         return grads
 
     def _update_addresses(self) -> list[Tensor | None] | None:
@@ -178,11 +196,14 @@ class RowSet:
             else:
                 row = self._row(optimizer, position, g, p, grad)
                 row.structure = structure[g]
-                self._keep_freshness(row, self._cache.get(id(p)))
+                self._keep_freshness(row)
             cache[id(p)] = row
             rows.append(row)
         self._cache = cache
         self._resolve_overlaps(rows)
+        for row in rows:
+            if row.backend == "torch" and self._rule.copies_first:
+                self._drop_valueless(row, optimizer.state)
         self._params, self._sizes = params, [len(g["params"]) for g in groups]
         self._structure, self._unseen = structure, unseen
         self._state, self._states = optimizer.state, list(optimizer.state.values())
@@ -230,7 +251,7 @@ class RowSet:
         if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
             return False
         key = _layouts(p, grad, old)
-        if key is None:
+        if key is None or (grad is not None and grad.is_neg()):
             return False
         return key[0] == old.key[0] and key[2:] == old.key[2:] and (grad is None or key[1] == old.key[1])
 
@@ -267,15 +288,29 @@ class RowSet:
         row.plan = Plan(p.numel(), dtypes, order.layout)  # type: ignore[arg-type]
         return row
 
-    def _keep_freshness(self, row: Row, old: Row | None) -> None:
+    def _keep_freshness(self, row: Row) -> None:
         """A momentum buffer that a skipped first step left without a value is still fresh when it is planned again."""
         if row.backend not in dispatch.ON_DEVICE or not self._rule.copies_first or not row.slots:
             return
+        key = row.slots[0]
         if row.fresh:
-            row.fresh_flag = torch.ones((), dtype=torch.int32, device=row.param.device)
-            row.fresh_slot = row.state[row.slots[0]]
-        elif old is not None and old.fresh_flag is not None and row.state.get(row.slots[0]) is old.fresh_slot:
-            row.fresh_flag, row.fresh_slot = old.fresh_flag, old.fresh_slot
+            flag = torch.ones((), dtype=torch.int32, device=row.param.device)
+            self._fresh[id(row.param)] = FreshSlot(row.param, row.state, key, row.state[key], flag)
+            row.fresh = False  # the device knows from here on
+        found = self._fresh.get(id(row.param))
+        if found is not None and found.param is row.param and row.state.get(key) is found.slot:
+            row.fresh_flag = found.flag
+
+    def _drop_valueless(self, row: Row, entries: Any) -> None:
+        """torch's step takes any momentum buffer that is there for a value."""
+        found = self._fresh.pop(id(row.param), None)
+        if row.fresh or (found is not None and found.holds_nothing()):
+            entry = entries[row.param]
+            for key in row.slots:
+                entry.pop(key, None)
+            if not entry:
+                entries.pop(row.param)
+        row.fresh = False
 
     def _choose(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> tuple[str, str]:
         if group.get("differentiable"):
@@ -369,18 +404,17 @@ class RowSet:
 
     def settle_devices(self) -> None:
         """Asks the devices which momentum buffers still hold no value and takes those back (this waits for them)."""
-        unsettled = [r for r in self.native if r.fresh_flag is not None]
-        if not unsettled:
-            return
-        for row in unsettled:
-            assert row.fresh_flag is not None
-            if row.state.get(row.slots[0]) is row.fresh_slot and row.fresh_flag.item():
-                self._take_back(row)
-            else:
-                row.fresh = False
-        self._states = []  # plan again, without the flags
-        for row in unsettled:
-            row.fresh_flag = row.fresh_slot = None
+        unsettled, self._fresh = self._fresh, {}
+        for found in unsettled.values():
+            if self._state.get(found.param) is found.state and found.holds_nothing():
+                found.state.pop(found.key)
+                if not found.state:
+                    self._state.pop(found.param, None)
+                self._states = []  # plan again: the slot has to be made anew
+        if unsettled:
+            self.rows["fresh"] = 0
+            for row in self.native:
+                row.fresh_flag = None
 
     def settle(self, skipped: bool, grads: list[Tensor | None]) -> None:
         """A first momentum buffer of the host holds a value now, or is taken back when the step was skipped."""

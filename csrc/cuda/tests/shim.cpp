@@ -100,7 +100,7 @@ void to_fiber(int i) {
 #endif
 }
 
-// All threads of these that are not done wait in the same way: give them what they wait for.
+// Whether all threads from first to last are in one state.
 bool all_in(int first, int last, State state) {
   for (int i = first; i < last; ++i) {
     if (now.fibers[size_t(i)].state != state) return false;

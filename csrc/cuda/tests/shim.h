@@ -15,8 +15,8 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-// One block runs at a time, so its shared memory may be static. Filled with rubbish before each block? It keeps what the
-// last block left, which is rubbish enough.
+// One block runs at a time, so its shared memory may be static. It is not cleared: what the last block left stands in for
+// rubbish.
 #define __shared__ static
 
 struct uint2 {
