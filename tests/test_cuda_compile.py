@@ -60,7 +60,7 @@ class Compiled:
 
 
 def run(*command: str) -> str:
-    done = subprocess.run(*NVCC, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout + done.stderr
 

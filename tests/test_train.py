@@ -130,7 +130,7 @@ def test_output_shows_progress_and_sums_up(runs: dict[str, Any]) -> None:
     assert "20/20" in result.stderr
     assert "loss " in result.stderr and "lr " in result.stderr and "grad_norm " in result.stderr
     assert f"validation loss {metrics(folder)[-1]['val_loss']:.4f}" in result.stdout
-    assert "tokens/s" in result.stdout and "run folder mo_fused" in result.stdout
+    assert "tokens/s" in result.stdout and "run folder run_mo_fused" in result.stdout
     assert result.stdout.rstrip().endswith("finished: 20 steps")
 
 
