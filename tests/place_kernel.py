@@ -20,10 +20,6 @@ def place_kernel(
 ):
     """Writes the byte addresses of elements ``start`` to ``start + BLOCK`` of a tensor at ``base`` as int64."""
     index = tl.arange(0, BLOCK)
-    # As the kernels do it: a strided tensor is counted from its first element.
-    first = start.to(tl.int64)
-    if STRIDED:
-        first = first * 0
-    at = t.operand(base.to(tl.int64), first, DTYPE, False)
+    at = t.operand(base.to(tl.int64), start.to(tl.int64), DTYPE, False, STRIDED)
     offsets = t.place(layout, index, start.to(tl.int64), OPERAND, STRIDED)
     tl.store(t.words(out) + index, (at + offsets).to(tl.int64))

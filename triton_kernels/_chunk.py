@@ -134,11 +134,13 @@ def column(stats, name, n_chunks):
 
 
 @triton.jit
-def operand(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to element ``start`` (int64) of a tensor; 16-bit floats but fp16 as integers.
+def operand(address, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, STRIDED: tl.constexpr):
+    """Pointer to element ``start`` (int64) of a tensor, to its first one where STRIDED; bf16 as integers of 16 bits.
 
     ALIGNED promises that the tensor begins at a multiple of 16 bytes; chunks begin at multiples of 2048 elements.
     """
+    if STRIDED:  # places are counted from there
+        start = start * 0
     if DTYPE == F32:
         at = (address + start * 4).to(tl.pointer_type(tl.float32))
     elif DTYPE == BF16:

@@ -119,15 +119,12 @@ def adamw_kernel(
             l2 = tl.load(s + 10).to(COMPUTE)
             scalars = (coef, beta1, rest1, beta2, rest2, eps, inv_sqrt_bc2, step_size, decay, l2)
             layout = tl.load(row + t.LAYOUT)
-            from_here = start
-            if STRIDED:
-                from_here = start * 0
             at = (
-                t.operand(tl.load(row + t.PARAM), from_here, P, ALIGNED),
-                t.operand(tl.load(row + t.GRAD), from_here, G, ALIGNED),
-                t.operand(tl.load(row + t.STATE0), from_here, M, ALIGNED),
-                t.operand(tl.load(row + t.STATE1), from_here, V, ALIGNED),
-                t.operand(tl.load(row + t.STATE2), from_here, W, ALIGNED),
+                t.operand(tl.load(row + t.PARAM), start, P, ALIGNED, STRIDED),
+                t.operand(tl.load(row + t.GRAD), start, G, ALIGNED, STRIDED),
+                t.operand(tl.load(row + t.STATE0), start, M, ALIGNED, STRIDED),
+                t.operand(tl.load(row + t.STATE1), start, V, ALIGNED, STRIDED),
+                t.operand(tl.load(row + t.STATE2), start, W, ALIGNED, STRIDED),
             )
             lane = tl.arange(0, BLOCK)
             whole = length // BLOCK * BLOCK

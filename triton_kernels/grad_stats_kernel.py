@@ -84,10 +84,7 @@ def grad_stats_kernel(
         zero_count = tl.full([], 0.0, tl.float64)
         if (t.flags_of(row) & t.ACTIVE) != 0:
             layout = tl.load(row + t.LAYOUT)
-            from_here = start
-            if STRIDED:
-                from_here = start * 0
-            at = t.operand(tl.load(row + t.GRAD), from_here, G, ALIGNED)
+            at = t.operand(tl.load(row + t.GRAD), start, G, ALIGNED, STRIDED)
             sums = tl.zeros((BLOCK // WIDTH,), tl.float64)
             zeros = tl.zeros((BLOCK // WIDTH,), tl.int32)
             largest = tl.zeros((BLOCK,), tl.int64 if G == F64 else tl.int32)

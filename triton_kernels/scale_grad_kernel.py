@@ -47,10 +47,7 @@ def scale_grad_kernel(
         mine = ((flags & t.GRAD_SHARED) == 0) | ((flags & t.SCALES_SHARED) != 0)
         if ((flags & t.ACTIVE) != 0) & mine & (scale != 1.0):
             layout = tl.load(row + t.LAYOUT)
-            from_here = start
-            if STRIDED:
-                from_here = start * 0
-            at = t.operand(tl.load(row + t.GRAD), from_here, G, ALIGNED)
+            at = t.operand(tl.load(row + t.GRAD), start, G, ALIGNED, STRIDED)
             factor = scale.to(COMPUTE)
             lane = tl.arange(0, BLOCK)
             whole = length // BLOCK * BLOCK

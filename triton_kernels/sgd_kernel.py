@@ -89,13 +89,10 @@ def sgd_kernel(
                 tl.load(s + 7),
             )
             layout = tl.load(row + t.LAYOUT)
-            from_here = start
-            if STRIDED:
-                from_here = start * 0
             at = (
-                t.operand(tl.load(row + t.PARAM), from_here, P, ALIGNED),
-                t.operand(tl.load(row + t.GRAD), from_here, G, ALIGNED),
-                t.operand(tl.load(row + t.STATE0), from_here, B, ALIGNED),
+                t.operand(tl.load(row + t.PARAM), start, P, ALIGNED, STRIDED),
+                t.operand(tl.load(row + t.GRAD), start, G, ALIGNED, STRIDED),
+                t.operand(tl.load(row + t.STATE0), start, B, ALIGNED, STRIDED),
             )
             lane = tl.arange(0, BLOCK)
             whole = length // BLOCK * BLOCK

@@ -37,6 +37,7 @@ from ..table import (
     same_items,
     scan,
 )
+from .fresh import FreshSlot
 from .hyper import HyperWriter, same_values
 
 if TYPE_CHECKING:
@@ -60,24 +61,6 @@ class Row:
     fresh_flag: Tensor | None = None  # on a device: 1 while that is so, as only the device knows
     structure: Any = None  # what the group said when the plan was made
     key: list[int] = field(default_factory=list)  # layout hashes that the plan was made for: param, grad, slots, step
-
-
-@dataclass(frozen=True)
-class FreshSlot:
-    """A momentum buffer on a device that may hold no value yet. It outlives the rows of its parameter."""
-
-    param: Tensor
-    state: dict[str, Any]
-    key: str
-    slot: Tensor
-    flag: Tensor
-
-    def is_there(self) -> bool:
-        return self.state.get(self.key) is self.slot
-
-    def holds_nothing(self) -> bool:
-        """Asks the device, and so waits for it."""
-        return self.is_there() and bool(self.flag.item())
 
 
 class RowSet:
