@@ -91,7 +91,7 @@ def _kilobytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status: expected a line {field}, found none; this measurement needs Linux")
 
 
-def _growth(call: Any) -> int:
+def growth(call: Any) -> int:
     """Bytes by which resident memory rises, at its highest, above what it was before the call."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):  # glibc: memory that was freed before must not serve the call unseen
@@ -121,10 +121,10 @@ def memory_of(who: str, dtype: str, quick: bool) -> dict[str, float]:
     params = WORKLOADS[f"gpt2-{dtype}"].parameters(quick)
     size = sum(p.numel() * p.element_size() for p in params)
     optimizer = make(params)
-    first = _growth(optimizer.step)
+    first = growth(optimizer.step)
     states = (v for entry in optimizer.state.values() for v in entry.values())
     state_size = sum(v.numel() * v.element_size() for v in states if isinstance(v, torch.Tensor))
-    later = max(_growth(optimizer.step) for _ in range(3))
+    later = max(growth(optimizer.step) for _ in range(3))
     return {"first_beyond_state": max(0, first - state_size) / size, "later": later / size, "parameters": size}
 
 

@@ -69,7 +69,7 @@ def _bits_of(place: Place, rule: str, precision: str, big: bool, scale: float) -
     if moments != dtype:
         for opt, params in ((ours, here), (other, there)):
             for p in params:
-                slots = opt._rule.slots(opt.param_groups[0])
+                slots = opt._rule.slots(opt.param_groups[0], p)
                 opt.state[p] = {k: torch.zeros_like(p, dtype=moments, requires_grad=False) for k in slots}
     for t in range(steps):
         for base, p, q, (shape, _, lay) in zip(bases, here, there, layouts):

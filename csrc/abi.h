@@ -21,9 +21,11 @@ enum RowFlag : int32_t {
   // With clip_in_place, a gradient that several rows share is scaled once, after all of them have read it.
   kGradShared = 8,
   kScalesShared = 16,  // the row that does it
+  kParamUnknown = 32,  // Adafactor: pass 1 takes the parameter's sum of squares, which no earlier step has left
 };
 
-// One parameter. state0..2: exp_avg, exp_avg_sq, max_exp_avg_sq (Adam) or momentum_buffer (SGD).
+// One parameter. state0..2: exp_avg, exp_avg_sq, max_exp_avg_sq (Adam), momentum_buffer (SGD), or row_var (of a vector:
+// variance), col_var, exp_avg (Adafactor; all but exp_avg are contiguous, in the compute type and no operands of a Layout).
 struct Row {
   uint64_t param;
   uint64_t grad;
@@ -38,11 +40,13 @@ struct Row {
   int64_t chunks;
   int64_t scalars;  // written by the finish: which RowScalars it uses
   uint64_t fresh;   // on a device: address of an int32, 1 while the momentum buffer holds no value; 0 where there is none
-  uint64_t reserved[2];
+  uint64_t factored;  // Adafactor: address of a Factored
+  uint64_t reserved;
 };
 static_assert(sizeof(Row) == 128, "Row is mirrored by mo_fused/table.py");
 
-// How to walk a row whose operands differ in element order. Dimensions are coalesced, outermost first.
+// How to walk a row whose operands differ in element order. Dimensions are coalesced, outermost first; for Adafactor in
+// the order of the shape, so that an element's index tells its matrix, row and column.
 constexpr int kMaxDims = 8;
 struct Layout {
   int64_t dims;
@@ -61,6 +65,28 @@ struct Chunk {
 };
 static_assert(sizeof(Chunk) == 16, "mirrored by table.py");
 
+// Adafactor's view of a row: `batch` matrices of rows x cols, the last two dimensions. A vector (factored = 0) is one row,
+// and its second moment is kept element by element.
+struct Factored {
+  int64_t batch, rows, cols;
+  int64_t factored;
+  // Scratch in the compute type: norms of matrix rows, [grid_cols][batch * rows], then of columns,
+  // [grid_rows][batch * cols]. When the factors are made, the first of each hold inverse roots instead.
+  uint64_t norms;
+  int64_t col_norms;  // where the second part begins, in elements
+  int64_t grid_rows, grid_cols;  // tiles that one matrix is cut into
+};
+static_assert(sizeof(Factored) == 64, "mirrored by mo_fused/factored.py");
+
+// The part of a row that a Chunk of an Adafactor table stands for, which has the same index: a rectangle of one matrix, or
+// whole matrices, or a run of a vector (rows = 1). The chunk's start is its upper left corner.
+struct Tile {
+  int64_t rows, cols;           // of several whole matrices: all their rows
+  int64_t row_norms, col_norms;  // where its norms go, in elements
+};
+static_assert(sizeof(Tile) == 32, "mirrored by mo_fused/factored.py");
+constexpr int64_t kTileCols = 2048;  // no tile of a matrix is wider
+
 // Hyper-parameters of one group, as the user gave them; rounded once to the row's compute type.
 struct Hyper {
   double lr, beta1, beta2, eps, weight_decay, momentum, dampening;
@@ -68,7 +94,9 @@ struct Hyper {
   double maximize;   // flags are 0 or 1
   double decoupled;  // weight decay outside the moments (AdamW)
   double amsgrad, nesterov;
-  double reserved[4];
+  // Adafactor: the second eps, the limit of the update's RMS, a StepKind and FactorFlag bits. Its beta2 is the exponent of
+  // the decay; eps is NaN for the spacing of the parameter's dtype, and beta1 is 0 without a first moment.
+  double eps2, threshold, step_kind, factor_flags;
 };
 static_assert(sizeof(Hyper) == 128, "mirrored by table.py");
 
@@ -108,11 +136,15 @@ static_assert(sizeof(Result) == 128, "mirrored by mo_fused/stats.py");
 struct RowScalars {
   double coef;   // multiplies the gradient: clip coefficient / grad_scale, negative to maximize
   double scale;  // the same without the sign, for writing gradients back
-  double a[8];   // per rule: see rules/adamw.h and rules/sgd.h
+  double a[8];   // per rule: see the headers in rules/
 };
 
 enum Phase : int32_t { kMeasure = 1, kFinish = 2, kUpdate = 4, kScale = 8 };
-enum Rule : int32_t { kAdam = 0, kSGD = 1, kNoRule = 2 };
+enum Rule : int32_t { kAdam = 0, kSGD = 1, kNoRule = 2, kAdafactor = 3 };
+// Adafactor's step size before it is scaled: min(lr, 1/sqrt(t)); lr; min(0.01, 1/sqrt(t)); min(1e-6 t, 1/sqrt(t)).
+enum StepKind : int32_t { kCapped = 0, kGiven = 1, kRelative = 2, kWarmUp = 3 };
+// The step size is scaled by the parameter's RMS; eps is added to the squares; weight decay follows the scaled step size.
+enum FactorFlag : int32_t { kScaleParameter = 1, kEpsAdded = 2, kDecayScaled = 4 };
 
 struct Control {
   double max_grad_norm;  // NaN: no clipping
@@ -132,8 +164,11 @@ struct StepTable {
   uint64_t rows, chunks, batches, hyper;
   int64_t n_rows, n_chunks, n_batches, n_groups;
   uint64_t scalars, chunk_stats, row_stats, result, control;
+  // Adafactor: a Tile for each chunk, and one double each: sum of squares of the update before it is limited, and of the
+  // parameter as the last step has left it.
+  uint64_t tiles, update_sums, param_sums;
 };
-static_assert(sizeof(StepTable) == 13 * 8, "mirrored by table.py");
+static_assert(sizeof(StepTable) == 16 * 8, "mirrored by table.py");
 
 // ---- The same step on a device: see mo_fused/device_table.py, which writes these, and csrc/cuda. ----
 
@@ -181,6 +216,10 @@ struct DeviceStep {
   uint64_t before;                 // statistics of the step before, or 0
   uint64_t stream;
   int64_t n_extras;
+  // Adafactor: a Tile for each chunk, sums as in StepTable, and runs of matrices whose factors one block makes: four int64
+  // each (row, first matrix, number of matrices, 0).
+  uint64_t tiles, update_sums, param_sums, runs;
+  int64_t n_runs;
   int32_t device, phases, rule;
   int32_t measured, clipping, skip_nonfinite;
   int32_t sums;  // of the update: 0 none, 1 update and parameter, 2 also the gradient
@@ -188,6 +227,6 @@ struct DeviceStep {
   int32_t wide;  // the programs are those of float64 parameters
   int32_t reserved;
 };
-static_assert(sizeof(DeviceStep) == 18 * 8 + 10 * 4, "mirrored by table.py");
+static_assert(sizeof(DeviceStep) == 23 * 8 + 10 * 4, "mirrored by table.py");
 
 }  // namespace mo

@@ -34,6 +34,8 @@ py::dict abi_sizes() {
   d["Settings"] = sizeof(mo::Settings);
   d["DeviceScalars"] = sizeof(mo::DeviceScalars);
   d["DeviceStep"] = sizeof(mo::DeviceStep);
+  d["Factored"] = sizeof(mo::Factored);
+  d["Tile"] = sizeof(mo::Tile);
   d["stat_columns"] = int(mo::kStatColumns);
   d["TensorRecord"] = sizeof(mo::TensorRecord);
   d["chunk_elements"] = mo::kChunk;

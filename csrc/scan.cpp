@@ -95,8 +95,8 @@ int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject
   const Py_ssize_t n = PyList_GET_SIZE(params);
   const Py_ssize_t n_keys = PyTuple_GET_SIZE(keys);
   const Py_ssize_t slots = n_keys - (has_step ? 1 : 0);
-  if (slots > 3 || PyList_GET_SIZE(states) != n || PyList_GET_SIZE(grads) != n) {
-    PyErr_SetString(PyExc_ValueError, "refresh_rows: expected lists of one length and at most three slots");
+  if (slots > 6 || PyList_GET_SIZE(states) != n || PyList_GET_SIZE(grads) != n) {
+    PyErr_SetString(PyExc_ValueError, "refresh_rows: expected lists of one length and at most six slots");
     return -1;
   }
   int64_t result = 0;
@@ -129,7 +129,7 @@ int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject
       if (!item && PyErr_Occurred()) return -1;
       exchange.record(item, r);
       if (r.layout != expected) return kRowsChanged;
-      (k < slots ? row.state[k] : row.step) = r.address;
+      (k < slots ? row.state[k % 3] : row.step) = r.address;
     }
   }
   return result;

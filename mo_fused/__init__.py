@@ -2,12 +2,13 @@
 
 from ._version import __version__
 from .grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm, grad_stats
-from .optim import SGD, Adam, AdamW
+from .optim import SGD, Adafactor, Adam, AdamW
 from .scaler import GradScaler
 from .stats import GradStats, ParamStats, StepStats
 
 __all__ = [
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
     "GradScaler",

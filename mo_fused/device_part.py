@@ -14,6 +14,7 @@ from torch import Tensor
 from . import dispatch
 from .backends import cuda, triton
 from .device_table import DeviceTable, Signature
+from .factored import Tiling
 from .request import Request
 from .stats import RESULT_AT, RESULT_WIDTH, RING, ROW, ROW_WIDTH
 from .table import ACTIVE, STAT_COLUMNS
@@ -88,13 +89,16 @@ class DevicePart:
         groups: int,
         device: torch.device,
         backend: str,
+        tiling: Tiling | None = None,
     ) -> None:
         self.device = device
         self._backend: Any = _BACKENDS[backend]
         multiprocessors = dispatch.multiprocessors(device)
         # Made in an evaluation loop or not, the tensors have to be writable later.
         with torch.inference_mode(False):
-            self.table = DeviceTable(rows, signatures, layouts, groups, device, multiprocessors, self._backend.SPLIT)
+            self.table = DeviceTable(
+                rows, signatures, layouts, groups, device, multiprocessors, self._backend.SPLIT, tiling
+            )
             self._partial = torch.zeros(_PARTIAL, dtype=torch.float64, device=device)
         self._ring = [DeviceStats(self.table, slot) for slot in range(RING)]
         self._turn = 0
@@ -186,4 +190,9 @@ class DevicePart:
 
     def measures_first(self, ask: Request) -> bool:
         """Whether gradients are read before the update: something is decided by them, or float64 needs care."""
-        return ask.gated or (ask.stats and self.table.wide_gradients)
+        return ask.gated or (ask.stats and (self.table.wide_gradients or self.table.tiling is not None))
+
+    @property
+    def measures_always(self) -> bool:
+        """The first pass is part of the rule."""
+        return self.table.tiling is not None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, errors
+from .factored import FACTORED, Tiling
 from .stats import RESULT_WIDTH, RING
 from .table import DEVICE_SCALARS, LAYOUT_WORDS, ROW, SETTINGS_WORDS, STAT_COLUMNS
 
@@ -47,6 +48,17 @@ class Launch:
     """Device address of the edges of the programs' runs of chunks."""
     wide: bool
     """The parameters are float64, and so is the arithmetic."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Chunks in the order of the launches that share them."""
+
+    chunks_at: int
+    """Device address of the chunks."""
+    launches: list[Launch]
+    tensors: list[Tensor]
+    """What the addresses belong to."""
 
 
 class Mirror:
@@ -139,6 +151,7 @@ class DeviceTable:
         device: where the rows' tensors are.
         multiprocessors: of that device.
         split: whether each signature and kind of addressing needs a launch of its own. Else only the compute type does.
+        tiling: of the rows' parameters, for Adafactor; statistics are those of its tiles then.
     """
 
     def __init__(
@@ -150,8 +163,10 @@ class DeviceTable:
         device: torch.device,
         multiprocessors: int,
         split: bool = True,
+        tiling: Tiling | None = None,
     ) -> None:
         assert rows.dtype == ROW
+        self.tiling = tiling
         self.device = device
         self.rows = rows
         self._multiprocessors = multiprocessors
@@ -168,9 +183,12 @@ class DeviceTable:
         self._wide = np.array([s[0] == 3 for s in signatures], dtype=bool)
         self.wide_gradients = any(s[1] == 3 for s in self._kinds)
         size = chunk_elements(int(rows["numel"].sum()))
-        self.row_of_chunk, self._start = cut(rows["numel"], size)
+        self._linear_row, self._linear_start = cut(rows["numel"], size)
+        self._linear_length = np.minimum(size, rows["numel"][self._linear_row] - self._linear_start)
+        self.row_of_chunk, self._start, self._length = self._linear_row, self._linear_start, self._linear_length
+        if tiling is not None:
+            self._place_tiles(tiling)
         self.n_chunks = len(self._start)
-        self._length = np.minimum(size, rows["numel"][self.row_of_chunk] - self._start)
 
         self.settings = np.zeros((1 + groups, SETTINGS_WORDS), dtype=np.float64)
         self.sources = self.settings.view(np.int64)[:, 16:]
@@ -180,10 +198,30 @@ class DeviceTable:
         width = RESULT_WIDTH + len(STAT_COLUMNS) * self.n_chunks
         self.stats = torch.zeros((RING, width), dtype=torch.float64, device=device)
         self._addressing: np.ndarray[Any, Any] | None = None
-        self.launches: list[Launch] = []
-        self._work: list[Tensor] = []  # what the launches' addresses belong to
-        self._captured_work: list[Tensor] = []
-        self.chunks_at = 0
+        self._captured_work: list[Work] = []
+        self.work = self.linear = Work(0, [], [])
+        """Chunks (of Adafactor: tiles) that have statistics, and runs of elements for what needs none."""
+
+    def _place_tiles(self, tiling: Tiling) -> None:
+        """Tiles, scratch and sums of Adafactor. Records are those of csrc/abi.h."""
+        n = len(self.rows)
+        self.row_of_chunk, self._start, self._length = (
+            np.repeat(np.arange(n), tiling.counts),
+            tiling.start,
+            tiling.length,
+        )
+        self.rows["first_chunk"], self.rows["chunks"] = np.cumsum(tiling.counts) - tiling.counts, tiling.counts
+        self._scratch = torch.zeros(tiling.scratch_bytes, dtype=torch.uint8, device=self.device)
+        tiling.place(self._scratch.data_ptr())
+        self._factored = self._to_device(tiling.factored.view(np.int64).reshape(n, -1))
+        self.rows["factored"] = self._factored.data_ptr() + np.arange(n, dtype=np.uint64) * FACTORED.itemsize
+        self.tiles = self._to_device(tiling.tiles.view(np.int64).reshape(-1, 4))
+        self.sums = torch.zeros((2, max(1, len(tiling.tiles))), dtype=torch.float64, device=self.device)
+        """Of each tile: squares of the update before it is limited; of the parameter as the last step left it."""
+        runs = tiling.runs_of_matrices()
+        self.n_runs = len(runs)
+        self.runs = self._to_device(runs)
+        """(row, first matrix, number of matrices, 0) that one program makes the factors of; shape ``(n_runs, 4)``."""
 
     @property
     def rows_at(self) -> int:
@@ -217,7 +255,7 @@ class DeviceTable:
             self._arrange()
         self._settings_mirror.send(capturing)
         if capturing:
-            self._captured_work += self._work
+            self._captured_work += [self.work, self.linear]
 
     def _arrange(self) -> None:
         """Decides on the launches again when a tensor came to lie, or no longer lies, at a multiple of 16 bytes."""
@@ -227,6 +265,8 @@ class DeviceTable:
             return
         addresses = r["param"] | r["grad"] | r["state"][:, 0] | r["state"][:, 1] | r["state"][:, 2]
         aligned = ((addresses & 15) == 0) & ~self._strided
+        if self.tiling is not None:  # rows of a matrix begin at multiples of 16 bytes too
+            aligned &= self.tiling.factored["cols"] * self.tiling.factored["factored"] % 8 == 0
         self._deal_out((self._kind * 2 + self._strided) * 2 + aligned)
 
     def _deal_out(self, kind: np.ndarray[Any, Any]) -> None:
@@ -234,29 +274,40 @@ class DeviceTable:
         if self._addressing is not None and np.array_equal(kind, self._addressing):
             return
         self._addressing = kind
-        of_chunk = kind[self.row_of_chunk]
+        self.work = self._dealt(kind, self.row_of_chunk, self._start, self._length)
+        self.linear = self.work
+        if self.tiling is not None:
+            self.linear = self._dealt(kind, self._linear_row, self._linear_start, self._linear_length)
+
+    def _dealt(
+        self,
+        kind: np.ndarray[Any, Any],
+        row: np.ndarray[Any, Any],
+        start: np.ndarray[Any, Any],
+        length: np.ndarray[Any, Any],
+    ) -> Work:
+        of_chunk = kind[row]
         order = np.argsort(of_chunk, kind="stable")
-        chunks = np.stack([self._start, self.row_of_chunk, self._length, np.arange(self.n_chunks)], axis=1)[order]
+        chunks = np.stack([start, row, length, np.arange(len(row))], axis=1)[order]
         edges: list[np.ndarray[Any, Any]] = []
         plans: list[tuple[int, int]] = []  # kind, programs
         for k in np.unique(of_chunk).tolist():
             mine = np.flatnonzero(of_chunk[order] == k)
-            runs = deal(self._length[order][mine], self._multiprocessors)
+            runs = deal(length[order][mine], self._multiprocessors)
             edges.append(runs + np.int32(mine[0]))
             plans.append((k, len(runs) - 1))
         chunks_tensor = self._to_device(chunks.astype(np.int64))
         edges_tensor = self._to_device(np.concatenate(edges) if edges else np.zeros(1, dtype=np.int32))
-        self._work = [chunks_tensor, edges_tensor]
-        self.chunks_at = chunks_tensor.data_ptr()
-        self.launches = []
+        launches: list[Launch] = []
         at = edges_tensor.data_ptr()
         for k, programs in plans:
             if self._split:
                 signature = self._kinds[k >> 2]
-                self.launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at, signature[0] == 3))
+                launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at, signature[0] == 3))
             else:
-                self.launches.append(Launch((-1, -1, -1, -1, -1), False, False, programs, at, bool(k >> 2)))
+                launches.append(Launch((-1, -1, -1, -1, -1), False, False, programs, at, bool(k >> 2)))
             at += 4 * (programs + 1)
+        return Work(chunks_tensor.data_ptr(), launches, [chunks_tensor, edges_tensor])
 
     def _to_device(self, array: np.ndarray[Any, Any]) -> Tensor:
         tensor = torch.from_numpy(array)

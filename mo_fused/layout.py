@@ -21,6 +21,7 @@ class Plan:
 
     numel: int
     dtypes: tuple[int, int, int, int, int]
+    """Codes of csrc/abi.h; -1 where there is no such operand."""
     layout: list[int] | None
     """Words of a Layout record (csrc/abi.h), or None when the operands are dense in one and the same order."""
 
@@ -61,15 +62,18 @@ def _may_overlap(strides: Sequence[int], sizes: Sequence[int]) -> bool:
     return False
 
 
-def walking_order(operands: Sequence[Tensor | None], written: Sequence[int]) -> Order:
+def walking_order(operands: Sequence[Tensor | None], written: Sequence[int], keep_order: bool = False) -> Order:
     """How to walk the given operands (param, grad, state0..2) together; all that are there have the same sizes.
 
-    ``written``: positions of those that are written.
+    Args:
+        written: positions of those that are written.
+        keep_order: in the order of the shape, whatever the strides.
     """
     operands = [*operands, *[None] * (OPERANDS - len(operands))]
     there = [t for t in operands if t is not None]
     lead = there[0]
-    if lead.numel() == 0 or _dense_in_one_order(there):
+    in_order = all(t.is_contiguous() for t in there) if keep_order else _dense_in_one_order(there)
+    if lead.numel() == 0 or in_order:
         return Order(None, "", False)
     dims = [d for d, n in enumerate(lead.shape) if n != 1]
     sizes = [lead.shape[d] for d in dims]
@@ -80,7 +84,7 @@ def walking_order(operands: Sequence[Tensor | None], written: Sequence[int]) -> 
         if _may_overlap(strides[i], sizes):
             return Order(None, "its elements may share memory", False)
     leading = next(i for i, t in enumerate(operands) if t is not None)
-    order = sorted(range(len(dims)), key=lambda k: -strides[leading][k])
+    order = sorted(range(len(dims)), key=lambda k: 0 if keep_order else -strides[leading][k])
     merged: list[tuple[int, list[int]]] = []
     for k in order:
         size, step = sizes[k], [s[k] for s in strides]

@@ -10,7 +10,10 @@ compute type by torch, as the kernels do.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +31,28 @@ def integer_power(base: float, n: int) -> float:
         base *= base
         n >>= 1
     return result
+
+
+_LN2_HIGH, _LN2_LOW = float.fromhex("0x1.62e42feep-1"), float.fromhex("0x1.a39ef35793c76p-33")
+
+
+def real_power(base: float, exponent: float) -> float:
+    """base**exponent for base > 0, with the bits of csrc/rules/portable.h."""
+    m, k = math.frexp(base)
+    m, k = m * 2.0, k - 1
+    if m > 1.4142135623730951:
+        m, k = m * 0.5, k + 1
+    s = (m - 1.0) / (m + 1.0)
+    z, series = s * s, 1.0 / 25.0
+    for i in range(23, 0, -2):
+        series = series * z + 1.0 / i
+    x = exponent * (k * _LN2_HIGH + (k * _LN2_LOW + (s + s) * series))
+    n = int(x * 1.4426950408889634 + (-0.5 if x < 0.0 else 0.5))
+    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
+    result = 1.0
+    for i in range(15, 0, -1):
+        result = 1.0 + r * result / i
+    return math.ldexp(result, n)
 
 
 def square_root(x: Tensor) -> Tensor:
@@ -164,6 +189,135 @@ def sgd_update(
         direction = g + buf * s.momentum if s.nesterov else buf
     update = direction * s.lr
     return _apply(p, update), buf, update
+
+
+@dataclass(frozen=True)
+class AdafactorScalars:
+    """Scalars of one parameter for one step (csrc/rules/adafactor.h, prepare_adafactor)."""
+
+    coef: float
+    relative: float
+    """The step size before it is scaled."""
+    rest: float
+    """What a new square counts in the running averages: step ** beta2_decay."""
+    added: float
+    floor: float
+    limit: float
+    beta1: float
+    decay: float
+
+    @classmethod
+    def prepare(cls, step: int, coef: float, hyper: dict[str, float], param_dtype: torch.dtype) -> AdafactorScalars:
+        """``hyper``: the fields of csrc/abi.h's Hyper."""
+        flags, kind, lr = int(hyper["factor_flags"]), int(hyper["step_kind"]), hyper["lr"]
+        eps = hyper["eps"] if hyper["eps"] == hyper["eps"] else torch.finfo(param_dtype).eps
+        root = 1.0 / float(np.sqrt(float(step)))
+        largest = torch.finfo(torch.float64 if param_dtype == torch.float64 else torch.float32).max
+        return cls(
+            coef=coef,
+            relative=(min(lr, root), lr, min(1e-2, root), min(1e-6 * step, root))[kind],
+            rest=real_power(float(step), hyper["beta2"]),
+            added=eps if flags & _EPS_ADDED else 0.0,
+            floor=0.0 if flags & _EPS_ADDED else eps,
+            limit=largest if flags & _EPS_ADDED or eps == 0.0 else min(largest, 1.0 / eps),
+            beta1=hyper["beta1"],
+            decay=hyper["weight_decay"] if flags & _DECAY_SCALED else lr * hyper["weight_decay"],
+        )
+
+    def sized(self, hyper: dict[str, float], update_rms: float, param_rms: float) -> tuple[float, float]:
+        """(what U is multiplied by, what the parameter is multiplied by for weight decay)."""
+        flags, size = int(hyper["factor_flags"]), self.relative
+        if flags & _SCALE_PARAMETER:
+            size *= max(hyper["eps2"], param_rms)
+        decay = self.decay * size if flags & _DECAY_SCALED else self.decay
+        return size / max(1.0, update_rms / hyper["threshold"]), decay
+
+
+_SCALE_PARAMETER, _EPS_ADDED, _DECAY_SCALED = 1, 2, 4  # FactorFlag of csrc/abi.h
+
+
+def toward(old: Tensor, new: Tensor, weight: float) -> Tensor:
+    """Interpolation from the nearer end, as torch.lerp."""
+    return old + (new - old) * weight if weight < 0.5 else new - (new - old) * (1.0 - weight)
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.detach().double().square().mean().sqrt()) if x.numel() else 0.0
+
+
+def factored_roots(
+    g: Tensor, row_var: Tensor, col_var: Tensor, s: AdafactorScalars
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """New (row_var, col_var) and the inverse roots of rows and columns, in the compute type.
+
+    ``g``: ``(..., n, m)``; ``row_var`` ``(..., n, 1)`` and ``col_var`` ``(..., 1, m)``: running means of the squares
+    over columns and over rows. U = g times both roots (Shazeer & Stern 2018, algorithm 4).
+    """
+    square = (g.double() * s.coef).square()
+    row_var = toward(row_var.double(), square.mean(-1, keepdim=True) + s.added, s.rest).to(g.dtype)
+    col_var = toward(col_var.double(), square.mean(-2, keepdim=True) + s.added, s.rest).to(g.dtype)
+    mean = row_var.double().mean(-2, keepdim=True)
+    mean = torch.where(mean < s.floor, s.floor, mean)
+    return (
+        row_var,
+        col_var,
+        (mean.sqrt() / row_var.double().sqrt()).to(g.dtype),
+        (1.0 / col_var.double().sqrt()).to(g.dtype),
+    )
+
+
+def factored_update(g: Tensor, r: Tensor | float, c: Tensor, s: AdafactorScalars) -> Tensor:
+    """U, the update before its RMS is limited."""
+    root = c if isinstance(r, float) else r * c
+    return (g * s.coef) * torch.where(root > s.limit, s.limit, root)
+
+
+def adafactor_update(
+    p: Tensor, g: Tensor, r: Tensor | float, c: Tensor, m: Tensor | None, s: AdafactorScalars, size: float, decay: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """New (p, first moment) and the update. ``r``, ``c``: inverse roots of rows and columns, or 1.0 and of elements."""
+    update = factored_update(g, r, c, s) * size
+    if m is not None:
+        from_old = _rounded(s.beta1, p.dtype) > 0.5
+        update = m = m + (update - m) * (1.0 - s.beta1) if from_old else update - (update - m) * s.beta1
+    if _rounded(decay, p.dtype) != 0:
+        update = update + p * decay
+    return _apply(p, update), m, update
+
+
+def adafactor_step(
+    p: Tensor, grad: Tensor, entry: dict[str, Any], slots: Sequence[str], hyper: dict[str, float], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step of one parameter, in place; (old p, what storage kept of the new one, the update) in the compute type.
+
+    ``hyper``: the fields of csrc/abi.h's Hyper; ``scale``: what the gradient is multiplied by.
+    """
+    compute = compute_type(p)
+    entry["step"] += 1
+    s = AdafactorScalars.prepare(int(entry["step"]), -scale if hyper["maximize"] else scale, hyper, p.dtype)
+    old, g = widen(p.detach(), compute), widen(grad.detach(), compute)
+    r: Tensor | float = 1.0
+    if "variance" in slots:
+        scaled = g * s.coef
+        v = entry["variance"]
+        square = scaled * scaled + s.added
+        v.copy_(v + (square - v) * s.rest if s.rest < 0.5 else square - (square - v) * (1.0 - s.rest))
+        c = 1.0 / square_root(v)
+    else:
+        row_var, col_var, r, c = factored_roots(g, entry["row_var"], entry["col_var"], s)
+        if p.numel():  # means over nothing are none
+            entry["row_var"].copy_(row_var)
+            entry["col_var"].copy_(col_var)
+    size, decay = s.sized(hyper, _rms(factored_update(g, r, c, s)), _rms(old))
+    m = widen(entry["exp_avg"], compute) if "exp_avg" in slots else None
+    new, m, update = adafactor_update(old, g, r, c, m, s, size, decay)
+    stored = narrow(new, p.dtype)
+    kept = widen(stored, compute)
+    before = old.clone() if old.data_ptr() == p.data_ptr() else old
+    p.detach().copy_(stored)
+    if m is not None:
+        entry["exp_avg"].copy_(narrow(m, entry["exp_avg"].dtype))
+    return before, kept, update
 
 
 def sum_of_squares(x: Tensor) -> float:

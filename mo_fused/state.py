@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import dispatch, errors
+
+if TYPE_CHECKING:
+    from .optim.rules import Rule
 
 Group = dict[str, Any]
 
@@ -49,13 +52,13 @@ def ensure_slots(state: dict[str, Any], param: Tensor, keys: Sequence[str]) -> b
     return made
 
 
-def check_slot(state: dict[str, Any], param: Tensor, key: str, name: str) -> None:
+def check_slot(state: dict[str, Any], param: Tensor, key: str, name: str, shape: torch.Size) -> None:
     """Refuses a slot that cannot belong to the parameter, before anything is changed."""
     value = state[key]
     if not isinstance(value, Tensor):
         raise errors.state_mismatch("type", name, key, "torch.Tensor", type(value).__name__)
-    if value.shape != param.shape:
-        raise errors.state_mismatch("shape", name, key, tuple(param.shape), tuple(value.shape))
+    if value.shape != shape:
+        raise errors.state_mismatch("shape", name, key, tuple(shape), tuple(value.shape))
     if value.device != param.device:
         raise errors.state_mismatch("device", name, key, param.device, value.device)
 
@@ -88,9 +91,9 @@ class Loader:
     would be rounded) and aliases the checkpoint's tensors.
     """
 
-    def __init__(self, groups: list[Group], slots: Sequence[str]) -> None:
+    def __init__(self, groups: list[Group], rule: Rule) -> None:
         self._groups = groups
-        self._slots = slots
+        self._rule = rule
         self._state: dict[Any, Any] = {}
 
     def take(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -108,13 +111,14 @@ class Loader:
                 self._state[key] = entry
                 continue
             param, name = by_id[key]
-            for slot in self._slots:
-                value = entry.get(slot)
-                if isinstance(value, Tensor) and value.shape != param.shape:
-                    raise errors.state_mismatch("shape", name, slot, tuple(param.shape), tuple(value.shape))
+            for slot in self._rule.all_slots:
+                value, shape = entry.get(slot), self._rule.slot_shape(slot, param)
+                if isinstance(value, Tensor) and value.shape != shape:
+                    raise errors.state_mismatch("shape", name, slot, tuple(shape), tuple(value.shape))
             self._state[param] = {k: _own_copy(v, param, k) for k, v in entry.items() if v is not None}
-        # "clip" is a key of this package's groups: a plain torch checkpoint does not know it and must not lose it.
-        kept = [{"clip": own["clip"]} if "clip" in own else {} for own in self._groups]
+        # These are keys of this package's groups: a plain torch checkpoint does not know them and must not lose them.
+        keys = ("clip", *self._rule.group_keys)
+        kept = [{key: own[key] for key in keys if key in own} for own in self._groups]
         groups = [{**k, **saved} for k, saved in zip(kept, saved_groups, strict=True)]
         return {**state_dict, "param_groups": groups, "state": {}}
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, errors
+from .factored import FACTORED, TILE, Tiling
 from .layout import walking_order
 
 OPERANDS = 5  # param, grad, state0..2
@@ -36,7 +37,8 @@ ROW = np.dtype(
         ("chunks", "i8"),
         ("scalars", "i8"),
         ("fresh", "u8"),
-        ("reserved", "u8", (2,)),
+        ("factored", "u8"),
+        ("reserved", "u8"),
     ]
 )
 CHUNK = np.dtype([("start", "i8"), ("row", "i4"), ("length", "i4")])
@@ -56,10 +58,10 @@ HYPER = np.dtype(
             "decoupled",
             "amsgrad",
             "nesterov",
-            "reserved0",
-            "reserved1",
-            "reserved2",
-            "reserved3",
+            "eps2",
+            "threshold",
+            "step_kind",
+            "factor_flags",
         )
     ]
 )
@@ -87,6 +89,7 @@ STEP_TABLE = np.dtype(
     [(n, "u8") for n in ("rows", "chunks", "batches", "hyper")]
     + [(n, "i8") for n in ("n_rows", "n_chunks", "n_batches", "n_groups")]
     + [(n, "u8") for n in ("scalars", "chunk_stats", "row_stats", "result", "control")]
+    + [(n, "u8") for n in ("tiles", "update_sums", "param_sums")]
 )
 RECORD = np.dtype(
     [
@@ -104,6 +107,8 @@ DEVICE_STEP = np.dtype(
     + [(n, "i8") for n in ("n_rows", "n_chunks", "n_programs")]
     + [(n, "u8") for n in ("grad_scale", "found_inf", "report", "extras", "norm", "partial", "before", "stream")]
     + [("n_extras", "i8")]
+    + [(n, "u8") for n in ("tiles", "update_sums", "param_sums", "runs")]
+    + [("n_runs", "i8")]
     + [(n, "i4") for n in ("device", "phases", "rule", "measured", "clipping", "skip_nonfinite", "sums")]
     + [(n, "i4") for n in ("from_tensors", "wide", "reserved")]
 )
@@ -120,7 +125,7 @@ ELEMENTS_PER_THREAD = 8 * CHUNK_ELEMENTS
 ROW_SCALARS_SIZE = 80
 CHUNK_STATS_SIZE = 64
 
-ACTIVE, FRESH, STEP_F64, GRAD_SHARED, SCALES_SHARED = 1, 2, 4, 8, 16
+ACTIVE, FRESH, STEP_F64, GRAD_SHARED, SCALES_SHARED, PARAM_UNKNOWN = 1, 2, 4, 8, 16, 32
 MEASURE, FINISH, UPDATE, SCALE = 1, 2, 4, 8
 
 
@@ -141,6 +146,8 @@ def check_abi(sizes: dict[str, int]) -> None:
         "Settings": SETTINGS_WORDS * 8,
         "DeviceScalars": DEVICE_SCALARS * 8,
         "DeviceStep": DEVICE_STEP.itemsize,
+        "Factored": FACTORED.itemsize,
+        "Tile": TILE.itemsize,
         "stat_columns": len(STAT_COLUMNS),
         "TensorRecord": RECORD.itemsize,
         "chunk_elements": CHUNK_ELEMENTS,
@@ -208,8 +215,8 @@ def refresh_rows(
     address = np.where(seen == 0, np.uint64(0), now["address"])
     rows["param"], rows["grad"] = address[0], now["address"][1]
     slots = len(keys) - has_step
-    for k in range(slots):
-        rows["state"][:, k] = address[2 + k]
+    for k in range(slots):  # of more than three, a row has one of those three apart
+        rows["state"][:, k % 3] = np.where(seen[2 + k] == 0, rows["state"][:, k % 3] if k > 2 else 0, address[2 + k])
     if has_step:
         rows["step"] = address[2 + slots]
     rows["flags"] = flags | np.where(active, ACTIVE, 0)
@@ -249,15 +256,19 @@ class Table:
         rows: records with numel and dtypes set, shape ``(n,)``; kept, not copied.
         layouts: words of a Layout record by row, for rows whose operands are not dense in one order.
         groups: number of parameter groups.
+        tiling: of the rows' parameters, for Adafactor; the chunks are its tiles then.
     """
 
-    def __init__(self, rows: np.ndarray[Any, Any], layouts: dict[int, list[int]], groups: int) -> None:
+    def __init__(
+        self, rows: np.ndarray[Any, Any], layouts: dict[int, list[int]], groups: int, tiling: Tiling | None = None
+    ) -> None:
         n = len(rows)
         self.rows = rows
         self._layouts = np.zeros((max(1, len(layouts)), LAYOUT_WORDS), dtype=np.int64)
         for at, (row, words) in enumerate(layouts.items()):
             self._layouts[at] = words
             self.rows["layout"][row] = self._layouts[at].ctypes.data
+        self._tiling = tiling
         self._cut()
         self.hyper = np.zeros(max(1, groups), dtype=HYPER)
         self.control = np.zeros(1, dtype=CONTROL)
@@ -269,6 +280,13 @@ class Table:
         step["scalars"], step["chunk_stats"] = self._scalars.ctypes.data, self._chunk_stats.ctypes.data
         step["n_rows"], step["n_chunks"] = n, len(self.chunks)
         step["n_batches"], step["n_groups"] = len(self.batches) - 1, groups
+        if tiling is not None:
+            self._scratch = np.empty(tiling.scratch_bytes + 64, dtype=np.uint8)
+            tiling.place(-(-self._scratch.ctypes.data // 64) * 64)
+            self.rows["factored"] = tiling.factored.ctypes.data + np.arange(n, dtype=np.uint64) * FACTORED.itemsize
+            self._sums = np.zeros((2, max(1, len(self.chunks))))
+            step["tiles"], step["update_sums"] = tiling.tiles.ctypes.data, self._sums[0].ctypes.data
+            step["param_sums"] = self._sums[1].ctypes.data
         self.step = step
         self.address: int = step.ctypes.data
         self.reset_control()
@@ -279,16 +297,19 @@ class Table:
         Tiny tensors share a batch of about a chunk's size. Of large ones a batch takes about 1/128 of everything:
         threads that work far apart, each on consecutive pages, get a tenth more out of the memory.
         """
-        numel = self.rows["numel"]
-        counts = -(-numel // CHUNK_ELEMENTS)
+        numel, tiling = self.rows["numel"], self._tiling
+        counts = -(-numel // CHUNK_ELEMENTS) if tiling is None else tiling.counts
         first = np.cumsum(counts) - counts
         self.rows["first_chunk"], self.rows["chunks"] = first, counts
         total = int(counts.sum())
         self.chunks = np.zeros(total, dtype=CHUNK)
         row = np.repeat(np.arange(len(numel)), counts)
-        start = (np.arange(total) - np.repeat(first, counts)) * CHUNK_ELEMENTS
-        self.chunks["row"], self.chunks["start"] = row, start
-        self.chunks["length"] = np.minimum(CHUNK_ELEMENTS, numel[row] - start) if total else 0
+        self.chunks["row"] = row
+        if tiling is not None:
+            self.chunks["start"], self.chunks["length"] = tiling.start, tiling.length
+        else:
+            self.chunks["start"] = start = (np.arange(total) - np.repeat(first, counts)) * CHUNK_ELEMENTS
+            self.chunks["length"] = np.minimum(CHUNK_ELEMENTS, numel[row] - start) if total else 0
         before = np.cumsum(self.chunks["length"], dtype=np.int64) - self.chunks["length"]
         elements = int(self.chunks["length"].sum(dtype=np.int64))
         batch = before // (CHUNK_ELEMENTS * max(1, elements // (CHUNK_ELEMENTS * BATCHES)))

@@ -295,7 +295,7 @@ def test_statistics_depend_on_the_gradients_alone(monkeypatch: pytest.MonkeyPatc
         assert_same_bits(numbers, runs[0][0], "statistics")
         assert_same_bits(params, runs[0][1], "parameter")
         assert records == runs[0][2]
-    few, many = ([one.programs for one in run[3].launches] for run in runs[2:])
+    few, many = ([one.programs for one in run[3].work.launches] for run in runs[2:])
     assert runs[2][3].n_chunks == runs[3][3].n_chunks == 40 + 3 + 2
     assert len(few) == len(many) == 1 and few[0] <= 16 and many[0] >= 40, (
         "with few multiprocessors tensors share programs"

@@ -4,9 +4,12 @@
 
 #include <atomic>
 #include <cmath>
+#include <optional>
 
+#include "cpu/adafactor_walk.h"
 #include "cpu/kernels.h"
 #include "cpu/thread_pool.h"
+#include "rules/adafactor.h"
 #include "rules/adamw.h"
 #include "rules/grad_stats.h"
 #include "rules/sgd.h"
@@ -49,7 +52,11 @@ struct Step {
   void measure() {
     for (int64_t b; (b = next_measure.fetch_add(1)) < t.n_batches;) {
       each_chunk(b, [&](const Row& row, const Chunk& chunk, int32_t c) {
-        kernel.grad_stats(row, chunk, chunk_stats[c]);
+        if (control.rule == kAdafactor) {
+          kernel.factor_sums(row, chunk, as<Tile>(t.tiles)[c], chunk_stats[c], as<double>(t.param_sums)[c]);
+        } else {
+          kernel.grad_stats(row, chunk, chunk_stats[c]);
+        }
       });
     }
   }
@@ -105,7 +112,8 @@ struct Step {
     if (update || scale) prepare_rows(coef);
   }
 
-  // Bias corrections and other scalars; consecutive rows of one group at the same step share them.
+  // Bias corrections and other scalars; consecutive rows of one group at the same step share them, but for Adafactor,
+  // where a row's step size follows from the row.
   void prepare_rows(double clip_coef) {
     int64_t last_step = -1, last = -1;
     int32_t last_group = -1;
@@ -113,13 +121,14 @@ struct Step {
       Row& row = rows[r];
       if (!(row.flags & kActive)) continue;
       const int64_t step = update ? advance(row) : 0;
-      if (last < 0 || row.group != last_group || step != last_step) {
+      if (last < 0 || row.group != last_group || step != last_step || control.rule == kAdafactor) {
         const Hyper& h = hyper[row.group];
         RowScalars& s = scalars[++last];
         s.scale = (h.clip != 0.0 ? clip_coef : 1.0) / control.grad_scale;
         s.coef = h.maximize != 0.0 ? -s.scale : s.scale;
         if (control.rule == kAdam) base::prepare_adamw(h, step, s);
         if (control.rule == kSGD) base::prepare_sgd(h, s);
+        if (control.rule == kAdafactor) base::prepare_adafactor(h, step, row.dtype[kParam], s);
         last_group = row.group;
         last_step = step;
       }
@@ -147,20 +156,34 @@ struct Step {
             kernel.sgd(row, chunk, s, stats);
           }
         }
-        if (!(row.flags & kGradShared)) scale_grad(row, chunk);
+        if (!(row.flags & kGradShared)) scale_grad(row, chunk, c);
       });
     }
   }
 
-  void scale_grad(const Row& row, const Chunk& chunk) const {
+  // Adafactor's passes over each row, instead of run_update.
+  void run_walk(AdafactorWalk& walk, Barrier& barrier) {
+    walk.run(barrier, [&](int64_t c, const RowScalars&) {
+      const Row& row = rows[chunks[c].row];
+      if (!(row.flags & kGradShared)) scale_grad(row, chunks[c], c);
+    });
+  }
+
+  void scale_grad(const Row& row, const Chunk& chunk, int64_t c) const {
     const double factor = scalars[row.scalars].scale;
-    if ((scale || control.clip_in_place) && factor != 1.0) kernel.scale_grad(row, chunk, factor);
+    if (!(scale || control.clip_in_place) || factor == 1.0) return;
+    if (row.factored == 0) return kernel.scale_grad(row, chunk, factor);
+    const Tile& tile = as<const Tile>(t.tiles)[c];
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      const int64_t pitch = as<const Factored>(row.factored)->cols;
+      kernel.scale_grad(row, Chunk{chunk.start + i * pitch, chunk.row, int32_t(tile.cols)}, factor);
+    }
   }
 
   void scale_shared() {
     for (int64_t c = 0; control.clip_in_place && c < t.n_chunks; ++c) {
       const Row& row = rows[chunks[c].row];
-      if ((row.flags & kActive) && (row.flags & kScalesShared)) scale_grad(row, chunks[c]);
+      if ((row.flags & kActive) && (row.flags & kScalesShared)) scale_grad(row, chunks[c], c);
     }
   }
 
@@ -192,9 +215,10 @@ struct Step {
 struct Team {
   Step& step;
   Barrier measured, finished;
+  std::optional<AdafactorWalk> walk;
 };
 
-void member_runs(void* context, int member, int) {
+void member_runs(void* context, int member, int size) {
   Team& team = *static_cast<Team*>(context);
   Step& s = team.step;
   if (s.control.phases & kMeasure) {
@@ -203,9 +227,11 @@ void member_runs(void* context, int member, int) {
     if (member == 0) {
       s.reduce_gradients();
       if (s.control.phases & kFinish) s.finish();
+      if (s.update && s.control.rule == kAdafactor) team.walk.emplace(s.t, true, size);
     }
     team.finished.wait();
   }
+  if (team.walk) return s.run_walk(*team.walk, team.finished);
   if (s.update || s.scale) s.run_update();
 }
 
@@ -218,7 +244,9 @@ void run_step(const StepTable& table) {
   const int64_t useful = table.n_batches < control.threads ? table.n_batches : control.threads;
   ThreadPool& pool = ThreadPool::instance();
   const int members = pool.reserve(int(useful));
-  Team team{step, Barrier(members), Barrier(members)};
+  Team team{step, Barrier(members), Barrier(members), std::nullopt};
+  // Where nothing decided on the update, its rows are measured when their turn comes.
+  if (step.update && control.rule == kAdafactor) team.walk.emplace(table, step.result->measured != 0.0, members);
   pool.run(members, member_runs, &team);
   if (step.update) {
     step.scale_shared();

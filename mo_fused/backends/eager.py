@@ -134,6 +134,9 @@ def _update(
     row: Row, grad: Tensor, hyper: dict[str, float], scale: float, want_sums: bool
 ) -> tuple[float, float, float]:
     param, entry = row.param, row.state
+    if row.factored:
+        old, kept, update = reference.adafactor_step(param, grad, entry, row.slots, hyper, scale)
+        return _sums(update, kept - old, kept) if want_sums else (0.0, 0.0, 0.0)
     compute = reference.compute_type(param)
     p = reference.widen(param.detach(), compute)
     g = reference.widen(grad.detach(), compute)
@@ -168,13 +171,13 @@ def _update(
     stored = reference.narrow(new_p, param.dtype)
     kept = reference.widen(stored, compute)
     # Before the write: p may be the parameter's own memory.
-    sums = (
-        (reference.sum_of_squares(update), reference.sum_of_squares(kept - p), reference.sum_of_squares(kept))
-        if want_sums
-        else (0.0, 0.0, 0.0)
-    )
+    sums = _sums(update, kept - p, kept) if want_sums else (0.0, 0.0, 0.0)
     param.detach().copy_(stored)
     for key, value in zip(row.slots, new_slots, strict=False):
         assert value is not None
         entry[key].copy_(reference.narrow(value, entry[key].dtype))
     return sums
+
+
+def _sums(update: Tensor, stored: Tensor, param: Tensor) -> tuple[float, float, float]:
+    return reference.sum_of_squares(update), reference.sum_of_squares(stored), reference.sum_of_squares(param)

@@ -64,7 +64,7 @@ def update(
         scale = (out["clip_coef"] if table.hyper["clip"][row.group] else 1.0) / float(control["grad_scale"])
         before = param.detach().clone() if control["update_stats"] else None
         group = groups[row.group]
-        entry = state[param] if rule.has_step or rule.slots(group) else {}
+        entry = state[param] if rule.has_step or rule.slots(group, param) else {}
         rule.torch_step(param, grad if scale == 1.0 else grad * scale, entry, group)
         if control["clip_in_place"] and scale != 1.0:
             with torch.no_grad():

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import dispatch
-from ..device_table import DeviceTable, Launch, Signature
+from ..device_table import DeviceTable, Launch, Signature, Work
 from ..request import Request
 
 SPLIT = True
@@ -92,20 +92,20 @@ def launch(kernel: Any, programs: int, *args: Any, **options: Any) -> None:
         _compiled[key] = compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
 
 
-def _chosen(table: DeviceTable, one: Launch) -> tuple[int, int]:
-    return table.chunks_at, one.programs_at
+def _chosen(work: Work, one: Launch) -> tuple[int, int]:
+    return work.chunks_at, one.programs_at
 
 
 def measure(table: DeviceTable, stats_at: int, count_zeros: bool = False) -> None:
     """Statistics of every gradient, chunk by chunk."""
-    for one in table.launches:
+    for one in table.work.launches:
         g = one.signature[1]
         launch(
             kernels().grad_stats,
             one.programs,
             table.rows_at,
             table.settings_at,
-            *_chosen(table, one),
+            *_chosen(table.work, one),
             stats_at,
             table.n_chunks,
             G=g,
@@ -164,7 +164,7 @@ def _address(value: Tensor | float | None) -> int:
 
 def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
     """The rule, over everything. ``sums``: 0 none, 1 those of the update, 2 also those of the gradient."""
-    for one in table.launches:
+    for one in table.work.launches:
         p, g, first, second, third = one.signature
         common: dict[str, Any] = {
             "P": p,
@@ -181,7 +181,7 @@ def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
             one.programs,
             table.rows_at,
             table.settings_at,
-            *_chosen(table, one),
+            *_chosen(table.work, one),
             table.scalars_at,
             stats_at,
             table.n_chunks,
@@ -192,14 +192,14 @@ def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
 
 def scale_gradients(table: DeviceTable, stats_at: int) -> None:
     """Multiplies each gradient by its row's factor, in place."""
-    for one in table.launches:
+    for one in table.linear.launches:
         g = one.signature[1]
         options = {k: v for k, v in shape((g, -1, -1, -1, -1), one.aligned, False).items() if k != "WIDTH"}
         launch(
             kernels().scale_grad,
             one.programs,
             table.rows_at,
-            *_chosen(table, one),
+            *_chosen(table.linear, one),
             table.scalars_at,
             stats_at,
             G=g,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -94,6 +94,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Mixin over a torch.optim class: the fused step, its options, statistics, and exact loading."""
 
     _rule: Rule
+    _options: Mapping[str, Any] = OPTIONS
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
@@ -120,14 +121,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         """torch's constructors set it when ``fused=True``; here ``amp`` decides."""
 
-    @staticmethod
-    def _drop_options(group: dict[str, Any]) -> None:
-        for name in OPTIONS:
+    @classmethod
+    def _drop_options(cls, group: dict[str, Any]) -> None:
+        for name in cls._options:
             group.pop(name, None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch.optim.Optimizer.add_param_group; ``"clip": False`` takes it out of clipping."""
-        for name in OPTIONS:
+        for name in self._options:
             if name in param_group:
                 raise errors.bad_option(
                     f"the group key {name!r}", "absent", param_group[name], f"pass {name}= to the constructor"
@@ -152,12 +153,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for name, value in OPTIONS.items():
+        for name, value in self._options.items():
             self.defaults.setdefault(name, value)
         for group in self.param_groups:
             self._drop_options(group)
             for name, value in self.defaults.items():
-                if name not in OPTIONS:
+                if name not in self._options:
                     group.setdefault(name, value)
         self.__dict__.pop("_row_set", None)
 
@@ -177,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         before = torch.is_grad_enabled()
-        torch.set_grad_enabled(bool(self.defaults["differentiable"]))
+        torch.set_grad_enabled(bool(self.defaults.get("differentiable")))
         try:
             self._fused_step()
         finally:
@@ -204,14 +205,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             found_inf=getattr(self, "found_inf", None),
             report=self.__dict__.pop("_found_inf_report", None),
         )
-        skipped = False  # as far as the host knows
-        if rows.devices:
-            execute.device_step(rows, grads, ask, self._rule, self.state, self.param_groups)
-        else:
-            skipped = execute.host_step(rows, grads, ask, self._rule, self.state, self.param_groups)
+        run = execute.device_step if rows.devices else execute.host_step
+        on_host_skipped = run(rows, grads, ask, self._rule, self.state, self.param_groups)
+        skipped = on_host_skipped and not rows.devices  # as far as the host knows
+        if not rows.devices:
             rows.settle(skipped, grads)
         if not skipped:
             self._raise_versions(rows, grads)
+        if self._rule.factored:
+            rows.params_are_known(on_host=ask.measured or not on_host_skipped)
         names = partial(_stats_rows, self.param_groups, rows.all)
         self.__dict__["_last_step"] = StepStats(execute.buffers(rows), names)
 
@@ -268,7 +270,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the checkpoint does not fit these parameters.
         """
-        loader = Loader(self.param_groups, self._rule.all_slots)
+        loader = Loader(self.param_groups, self._rule)
         taken = self.register_load_state_dict_pre_hook(lambda _, sd: loader.take(sd))
         put = self.register_load_state_dict_post_hook(lambda _: loader.put(self.state), prepend=True)
         try:

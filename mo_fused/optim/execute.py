@@ -36,24 +36,25 @@ def host_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule
     return _after_host(rows, ask, rule, state, groups, out)
 
 
-def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: Groups) -> None:
-    """A step in which devices take part."""
+def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: Groups) -> bool:
+    """A step in which devices take part; whether the host's rows skipped it (False where it has none)."""
     parts = rows.devices
     if len(parts) == 1 and not rows.host and not rows.other:
         part = parts[0]
         first = part.measures_first(ask)
         part.begin(ask, first)
-        if first:
+        if first or part.measures_always:
             part.measure()
         part.finish()
         part.update()
-        return
+        return False
     for part in parts:
         part.begin(ask, first=ask.measured)
     partials: list[Tensor] = []
-    if ask.measured:
-        for part in parts:
+    for part in parts:
+        if ask.measured or part.measures_always:
             part.measure()
+    if ask.measured:
         partials = [part.partial() for part in parts]
     on_host = None
     if rows.host or rows.other:
@@ -68,7 +69,7 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
     for part in parts:
         part.update()
     if not (rows.host or rows.other):
-        return
+        return False
     if on_host is not None:
         total, amax, nonfinite, zeros = ScaledSum(), 0.0, 0.0, 0.0
         for sumsq, exponent, largest, bad, zero in [on_host, *(p.tolist() for p in partials)]:
@@ -81,6 +82,7 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
     _run_host(rows, grads, out)
     skipped = _after_host(rows, ask, rule, state, groups, out)
     rows.settle(skipped, grads)
+    return skipped
 
 
 def buffers(rows: RowSet) -> list[Buffer]:

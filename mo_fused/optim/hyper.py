@@ -16,7 +16,7 @@ from ..device_table import SOURCE_F64
 from ..table import HYPER, Table
 from .rules import Rule
 
-FIELDS = 12
+FIELDS = 16
 """Fields of csrc/abi.h's Hyper that a rule gives."""
 
 

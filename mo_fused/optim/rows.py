@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .. import dispatch, errors, state
 from ..device_part import DevicePart
-from ..device_table import Signature
+from ..device_table import chunk_elements
+from ..factored import HOST, Tiling, device_limits
 from ..layout import Plan, walking_order
 from ..stats import RING, StatsBuffer
 from ..table import (
@@ -26,6 +27,7 @@ from ..table import (
     GRAD_SHARED,
     MISSING_GRADIENT,
     OPERANDS,
+    PARAM_UNKNOWN,
     RECORD,
     ROW,
     ROWS_CHANGED,
@@ -54,6 +56,7 @@ class Row:
     state: dict[str, Any]
     slots: tuple[str, ...]
     has_step: bool
+    factored: bool = False  # Adafactor's
     backend: str = ""
     reason: str = ""
     plan: Plan | None = None
@@ -70,6 +73,7 @@ class RowSet:
         self._rule = optimizer._rule
         self._backend = optimizer.defaults.get("backend")
         self._clip_in_place = bool(optimizer.defaults.get("clip_in_place"))
+        self._state_dtype = optimizer.defaults.get("state_dtype")
         self._params: list[Tensor] = []
         self._sizes: list[int] = []
         self._structure: list[Any] = []
@@ -89,6 +93,8 @@ class RowSet:
         self.host: list[Row] = []
         self.other: list[Row] = []
         self.all: list[Row] = []
+        # Address and version that the carried sum of each parameter belongs to (Adafactor), shape (2, n).
+        self._known_params: np.ndarray[Any, Any]
         self._build([])
 
     # -- every step ---------------------------------------------------------------------------------------------------
@@ -140,7 +146,28 @@ class RowSet:
         self._all_active = not noticed & MISSING_GRADIENT
         if self._clip_in_place:
             self._mark_shared_gradients()
+        if self._rule.factored:
+            self._mark_unknown_params()
         return grads
+
+    def _mark_unknown_params(self) -> None:
+        """Asks for the sum of squares of parameters that somebody else may have written since the last step.
+
+        A write through ``p.data`` leaves no trace: it is noticed when the step after the next one begins.
+        """
+        now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
+        unknown = (now != self._known_params).any(axis=0)
+        self.rows["flags"] |= np.where(unknown, PARAM_UNKNOWN, 0).astype(self.rows["flags"].dtype)
+
+    def params_are_known(self, on_host: bool) -> None:
+        """After a step: the sums of the parameters that took part are those of what they hold now.
+
+        Not of the host's where the step was skipped before it had measured anything (``on_host=False``).
+        """
+        active = self.rows["flags"] & ACTIVE != 0
+        active[: len(self.host)] &= on_host
+        now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
+        self._known_params = np.where(active, now, self._known_params)
 
     def _mark_shared_gradients(self) -> None:
         """Parameters may be given one and the same gradient tensor; it is scaled once."""
@@ -208,19 +235,18 @@ class RowSet:
                 continue
             group = optimizer.param_groups[g]
             name = optimizer._name(g, position)
-            if grad.layout != torch.strided and not self._rule.sparse_ok:
-                raise errors.sparse_adam()
+            self._rule.refuse(p, grad)
             if grad.shape != p.shape:
                 raise errors.grad_mismatch("shape", name, tuple(p.shape), tuple(grad.shape))
             if grad.device != p.device:
                 raise errors.grad_mismatch("device", name, p.device, grad.device)
             if self._clip_in_place and type(grad) is Tensor and walking_order([grad], written=(0,)).overlapping:
                 raise errors.overlapping_tensor()
-            slots = self._rule.slots(group)
+            slots = self._rule.slots(group, p)
             entry = optimizer.state.get(p) or {}
             for key in slots:
                 if entry.get(key) is not None:
-                    state.check_slot(entry, p, key, name)
+                    state.check_slot(entry, p, key, name, self._rule.slot_shape(key, p))
             if type(p) in (Tensor, torch.nn.Parameter) and p.layout is torch.strided:
                 if walking_order([p], written=(0,)).overlapping:
                     raise errors.overlapping_tensor()
@@ -229,7 +255,11 @@ class RowSet:
         self, old: Row, optimizer: FusedOptimizer, g: int, p: Tensor, grad: Tensor | None, structure: Any
     ) -> bool:
         """The plan of an earlier step still fits this parameter, its state and (when there is one) its gradient."""
-        if old.plan is None or old.structure != structure or old.slots != self._rule.slots(optimizer.param_groups[g]):
+        if (
+            old.plan is None
+            or old.structure != structure
+            or old.slots != self._rule.slots(optimizer.param_groups[g], p)
+        ):
             return False
         if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
             return False
@@ -240,8 +270,8 @@ class RowSet:
 
     def _row(self, optimizer: FusedOptimizer, position: int, g: int, p: Tensor, grad: Tensor) -> Row:
         group = optimizer.param_groups[g]
-        slots = self._rule.slots(group)
-        row = Row(position, g, p, {}, slots, self._rule.has_step)
+        slots = self._rule.slots(group, p)
+        row = Row(position, g, p, {}, slots, self._rule.has_step, self._rule.factored)
         row.backend, row.reason = self._choose(group, p, grad)
         if row.backend == "torch":
             return row
@@ -249,8 +279,10 @@ class RowSet:
             row.state = optimizer.state[p]
         if self._rule.has_step:
             state.ensure_step(row.state, p, group)
-        row.fresh = state.ensure_slots(row.state, p, slots) and self._rule.copies_first
-        operands: list[Tensor | None] = [p, grad, *(row.state[k] for k in slots)]
+        row.fresh = self._rule.ensure(row.state, p, slots, self._state_dtype) and self._rule.copies_first
+        operands: list[Tensor | None] = [p, grad, None, None, None]
+        for slot in slots:
+            operands[2 + self._rule.all_slots.index(slot) % 3] = row.state[slot]
         tensors = [t for t in operands if t is not None]
         if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
             row.backend, row.reason = "torch", "its state is a tensor subclass"
@@ -258,11 +290,15 @@ class RowSet:
         if any(t.dtype not in dispatch.FLOATS for t in tensors):
             row.backend, row.reason = "torch", "its gradient or state has a dtype that the kernels do not compute"
             return row
-        order = walking_order(operands, written=(0, *range(2, 2 + len(slots))))
+        dtypes = tuple(-1 if t is None else dispatch.FLOATS[t.dtype] for t in operands)
+        if self._rule.factored:  # row_var, col_var and variance are walked by index
+            operands[2:4] = [None, None]
+        order = walking_order(
+            operands, [i for i in (0, 2, 3, 4) if operands[i] is not None], keep_order=self._rule.factored
+        )
         if order.problem:
             row.backend, row.reason = "torch", order.problem
             return row
-        dtypes = tuple(dispatch.FLOATS[t.dtype] for t in tensors) + (0,) * (OPERANDS - len(tensors))
         key = _layouts(p, grad, row)
         if key is None:
             row.backend, row.reason = "torch", "its storage cannot be read as plain memory"
@@ -334,7 +370,8 @@ class RowSet:
         n = len(self.native)
         self.row_params = [r.param for r in self.native]
         self._row_states = [r.state for r in self.native]
-        self._slot_keys = tuple(dict.fromkeys(k for r in self.native for k in r.slots))
+        used = [self._rule.all_slots.index(k) for r in self.native for k in r.slots]
+        self._slot_keys = self._rule.all_slots[: max(used, default=-1) + 1]
         self._keys = (*self._slot_keys, "step") if self._rule.has_step else self._slot_keys
         self._flags = np.zeros(n, dtype=np.int32)
         for i, r in enumerate(self.native):
@@ -346,29 +383,46 @@ class RowSet:
         self.rows = np.zeros(n, dtype=ROW)
         self.rows["numel"] = [p.numel for p in plans]
         if n:
-            self.rows["dtype"][:, :OPERANDS] = [p.dtypes for p in plans]
+            self.rows["dtype"][:, :OPERANDS] = np.maximum([p.dtypes for p in plans], 0)
         self.rows["group"] = [r.group for r in self.native]
         self.rows["fresh"] = [0 if r.fresh_flag is None else r.fresh_flag.data_ptr() for r in self.native]
         h = len(self.host)
-        self.table = Table(self.rows[:h], _layout_words(plans[:h]), len(groups))
+        self.table = Table(self.rows[:h], _layout_words(plans[:h]), len(groups), self._tiling(self.host))
         self._captured += [part for part in self.devices if part.captured]
         self.devices = []
         first = h
         for (device, backend), rows in self._on_device.items():
             last = first + len(rows)
             mine = plans[first:last]
-            signatures = [_signature(r, p) for r, p in zip(rows, mine, strict=True)]
-            part = DevicePart(self.rows[first:last], signatures, _layout_words(mine), len(groups), device, backend)
+            signatures = [plan.dtypes for plan in mine]
+            part = DevicePart(
+                self.rows[first:last],
+                signatures,
+                _layout_words(mine),
+                len(groups),
+                device,
+                backend,
+                self._tiling(rows, on_device=True),
+            )
             self.devices.append(part)
             first = last
         self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)
         for i, r in enumerate(self.native):
             places = dict(zip(("param", "grad", *r.slots, *(("step",) if r.has_step else ())), r.key, strict=True))
             self._seen[:, i] = [places.get(key, 0) for key in ("param", "grad", *self._keys)]
+        self._known_params = np.full((2, n), -1, dtype=np.int64)
         self._hyper_written = False
         self.eager = any(r.backend == "eager" for r in self.host)
         self.ring = [StatsBuffer(h + len(self.other)) for _ in range(RING)]
         self.turn = 0
+
+    def _tiling(self, rows: list[Row], on_device: bool = False) -> Tiling | None:
+        if not self._rule.factored:
+            return None
+        sizes = [8 if r.param.dtype == torch.float64 else 4 for r in rows]
+        elements = sum(r.param.numel() for r in rows)
+        limits = device_limits(elements, chunk_elements(elements)) if on_device else HOST
+        return Tiling([tuple(r.param.shape) for r in rows], sizes, limits)
 
     # -- after a step -------------------------------------------------------------------------------------------------
 
@@ -413,10 +467,11 @@ class RowSet:
                 self._flags[i] &= ~FRESH
 
 
-def _signature(row: Row, plan: Plan) -> Signature:
-    there = 2 + len(row.slots)
-    codes = [*plan.dtypes[:there], *[-1] * (OPERANDS - there)]
-    return (codes[0], codes[1], codes[2], codes[3], codes[4])
+def _versions(params: Sequence[Tensor]) -> np.ndarray[Any, Any]:
+    try:
+        return np.fromiter((p._version for p in params), dtype=np.int64, count=len(params))
+    except RuntimeError:  # a tensor of inference mode has none, and is looked at every time
+        return np.full(len(params), -2, dtype=np.int64)
 
 
 def _layout_words(plans: Sequence[Plan]) -> dict[int, list[int]]:

@@ -12,19 +12,35 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from .. import state
+from .. import errors, reference, state
+from ..table import HYPER
 
 Group = dict[str, Any]
+_NO_FACTORS = (0.0, 0.0, 0.0, 0.0)  # the fields of Hyper that belong to Adafactor
 
 
-class AdamRule:
+class ElementWise:
+    """What optimizers have in common whose state looks like the parameter."""
+
+    factored = False
+    group_keys: tuple[str, ...] = ()
+    """Keys of groups that torch's class does not have."""
+
+    def slot_shape(self, key: str, p: Tensor) -> torch.Size:
+        return p.shape
+
+    def ensure(self, entry: dict[str, Any], p: Tensor, slots: tuple[str, ...], state_dtype: str | None) -> bool:
+        """Makes the slots that are missing; True when one was made."""
+        return state.ensure_slots(entry, p, slots)
+
+
+class AdamRule(ElementWise):
     """Adam, AdamW and AMSGrad."""
 
     code = 0
     has_step = True
-    sparse_ok = False
     copies_first = False
-    all_slots = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    all_slots: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
     def __init__(self, decoupled: bool) -> None:
         self._decoupled = decoupled
@@ -34,7 +50,12 @@ class AdamRule:
         # torch before 2.7 has no such key: AdamW there is decoupled, Adam is not.
         return bool(group.get("decoupled_weight_decay", self._decoupled))
 
-    def slots(self, group: Group) -> tuple[str, ...]:
+    def refuse(self, p: Tensor, grad: Tensor) -> None:
+        """Raises what torch raises for a gradient that the rule is not for."""
+        if grad.layout != torch.strided:
+            raise errors.sparse_adam()
+
+    def slots(self, group: Group, p: Tensor) -> tuple[str, ...]:
         return self.all_slots if group["amsgrad"] else self.all_slots[:2]
 
     def structure(self, group: Group) -> tuple[bool, bool]:
@@ -48,13 +69,13 @@ class AdamRule:
         beta1, beta2 = group["betas"]
         clip, decoupled = group.get("clip", True), self.decoupled(group)
         lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
-        return lr, beta1, beta2, eps, decay, 0.0, 0.0, bool(clip), group["maximize"], decoupled, group["amsgrad"], False
+        flags = bool(clip), group["maximize"], decoupled, group["amsgrad"], False
+        return lr, beta1, beta2, eps, decay, 0.0, 0.0, *flags, *_NO_FACTORS
 
     def torch_step(self, p: Tensor, grad: Tensor, entry: dict[str, Any], group: Group) -> None:
         """torch's single-tensor step of one parameter; ``grad`` is unscaled and clipped already."""
-        slots = self.slots(group)
         state.ensure_step(entry, p, group)
-        state.ensure_slots(entry, p, slots)
+        state.ensure_slots(entry, p, self.slots(group, p))
         functional = adamw if self.decoupled(group) else adam
         functional(
             [p],
@@ -78,19 +99,21 @@ class AdamRule:
         )
 
 
-class SGDRule:
+class SGDRule(ElementWise):
     """SGD with or without momentum. Without, a parameter has no state at all, as in torch."""
 
     code = 1
     has_step = False
-    sparse_ok = True
     copies_first = True  # the first step copies the gradient into the buffer
-    all_slots = ("momentum_buffer",)
+    all_slots: tuple[str, ...] = ("momentum_buffer",)
 
     def __init__(self) -> None:
         self._read = itemgetter("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "differentiable")
 
-    def slots(self, group: Group) -> tuple[str, ...]:
+    def refuse(self, p: Tensor, grad: Tensor) -> None:
+        """torch's SGD takes sparse gradients."""
+
+    def slots(self, group: Group, p: Tensor) -> tuple[str, ...]:
         return self.all_slots if group["momentum"] != 0 else ()
 
     def structure(self, group: Group) -> tuple[bool, bool]:
@@ -103,7 +126,7 @@ class SGDRule:
         """The fields of csrc/abi.h's Hyper in their order: numbers, or tensors of one element."""
         lr, momentum, dampening, decay = group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
         clip, maximize, nesterov = bool(group.get("clip", True)), group["maximize"], group["nesterov"]
-        return lr, 0.0, 0.0, 0.0, decay, momentum, dampening, clip, maximize, False, False, nesterov
+        return lr, 0.0, 0.0, 0.0, decay, momentum, dampening, clip, maximize, False, False, nesterov, *_NO_FACTORS
 
     def torch_step(self, p: Tensor, grad: Tensor, entry: dict[str, Any], group: Group) -> None:
         """torch's single-tensor step of one parameter; ``grad`` is unscaled and clipped already."""
@@ -126,4 +149,81 @@ class SGDRule:
             entry["momentum_buffer"] = buffers[0]
 
 
-Rule = AdamRule | SGDRule
+class AdafactorRule:
+    """Adafactor in torch's form and in that of the transformers library."""
+
+    code = 3
+    has_step = True
+    copies_first = False
+    factored = True
+    # The last shares a place of csrc/abi.h's Row with the first.
+    all_slots: tuple[str, ...] = ("row_var", "col_var", "exp_avg", "variance")
+    group_keys: tuple[str, ...] = ("scale_parameter", "relative_step", "warmup_init", "beta1", "transformers_form")
+
+    def __init__(self) -> None:
+        torch_keys = ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")
+        self._read = itemgetter(*torch_keys, *self.group_keys)
+
+    def refuse(self, p: Tensor, grad: Tensor) -> None:
+        """Raises what torch raises for a gradient that the rule is not for."""
+        if torch.is_complex(p):
+            raise RuntimeError("Adafactor does not support complex parameters")
+        if grad.layout != torch.strided:
+            raise RuntimeError("Adafactor does not support sparse gradients")
+
+    def slots(self, group: Group, p: Tensor) -> tuple[str, ...]:
+        second = ("row_var", "col_var") if p.dim() > 1 else ("variance",)
+        return second if group["beta1"] is None else (*second, "exp_avg")
+
+    def slot_shape(self, key: str, p: Tensor) -> torch.Size:
+        if key in ("row_var", "col_var"):
+            shape = list(p.shape)
+            if p.dim() > 1:
+                shape[-1 if key == "row_var" else -2] = 1
+            return torch.Size(shape)
+        return p.shape
+
+    def ensure(self, entry: dict[str, Any], p: Tensor, slots: tuple[str, ...], state_dtype: str | None) -> bool:
+        """Makes the slots that are missing, and second moments of the compute type of those that are of another."""
+        compute = reference.compute_type(p)
+        for key in slots:
+            value = entry.get(key)
+            if key == "exp_avg":
+                if value is None:
+                    dtype = {None: compute, "fp32": torch.float32, "bf16": torch.bfloat16}[state_dtype]
+                    entry[key] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            elif value is None:
+                entry[key] = torch.zeros(self.slot_shape(key, p), dtype=compute, device=p.device)
+            elif type(value) is Tensor and (value.dtype != compute or not value.is_contiguous()):
+                entry[key] = value.to(compute).contiguous()
+        return False
+
+    def structure(self, group: Group) -> tuple[bool, bool]:
+        return group["beta1"] is not None, False
+
+    def values(self, group: Group) -> tuple[Any, ...]:
+        return (*self._read(group), group.get("clip"))
+
+    def hyper(self, group: Group) -> tuple[Any, ...]:
+        """The fields of csrc/abi.h's Hyper in their order: numbers, or tensors of one element."""
+        eps1, eps2 = group["eps"]
+        kind = 0 if group["relative_step"] is None else 1 if not group["relative_step"] else 2 + group["warmup_init"]
+        # The flags of csrc/abi.h: the step size is scaled; eps is added; decay follows the scaled step size.
+        flags = bool(group["scale_parameter"]) + 6 * bool(group["transformers_form"])
+        lr = 0.0 if group["lr"] is None else group["lr"]
+        eps = float("nan") if eps1 is None else eps1
+        beta1 = 0.0 if group["beta1"] is None else group["beta1"]
+        numbers = lr, beta1, group["beta2_decay"], eps, group["weight_decay"], 0.0, 0.0
+        clip = bool(group.get("clip", True))
+        return *numbers, clip, group["maximize"], False, False, False, eps2, group["d"], kind, flags
+
+    def torch_step(self, p: Tensor, grad: Tensor, entry: dict[str, Any], group: Group) -> None:
+        """The reference's step of one parameter (torch's takes no fp32 statistics of a bf16 parameter)."""
+        slots = self.slots(group, p)
+        state.ensure_step(entry, p, group)
+        self.ensure(entry, p, slots, None)
+        hyper = {name: float(value) for name, value in zip(HYPER.names or (), self.hyper(group), strict=True)}
+        reference.adafactor_step(p, grad, entry, slots, hyper, 1.0)
+
+
+Rule = AdamRule | SGDRule | AdafactorRule
