@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from mo_fused.plan import MASTER_BYTES, MOMENTS, STATE_DTYPES, PlanConfig, report
+from mo_fused.planned_model import DTYPES
 from mo_fused.training.config import OPTIMIZERS, TASKS, TrainConfig
 from mo_fused.training.errors import InputError
 
@@ -46,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mo-fused", description=about)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_doctor(commands)
+    _add_plan(commands)
     _add_train(commands)
     return parser
 
@@ -55,6 +58,34 @@ def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help=text, description=f"{text[0].upper()}{text[1:]}.")
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     doctor.set_defaults(handler=_doctor, program=doctor.prog)
+
+
+def _add_plan(commands: Any) -> None:
+    text = "estimate the memory that training takes, and which GPUs it fits"
+    plan = commands.add_parser("plan", help=text, description=f"{text[0].upper()}{text[1:]}. Nothing is allocated.")
+
+    def add(option: str, help_text: str, **how: Any) -> None:
+        default = getattr(PlanConfig, how.get("dest", option.removeprefix("--").replace("-", "_")))
+        shown = f"{help_text} (default: {default})" if isinstance(default, str) else help_text
+        plan.add_argument(option, default=default, help=shown, **how)
+
+    add("--params", "number of parameters, such as 3e9, 3B or 124M", metavar="N")
+    add("--model", "callable without arguments that returns the model, instead of --params", metavar="MODULE:FACTORY")
+    add("--optimizer", "what is to step them", choices=tuple(MOMENTS))
+    add("--dtype", "of the parameters (default: bf16, or the model's own dtypes)", choices=tuple(DTYPES))
+    add("--grad-dtype", "of the gradients (default: the parameter's)", choices=tuple(DTYPES))
+    add("--state-dtype", "of the moments; none: the parameter's", choices=STATE_DTYPES)
+    add("--master-weights", "what is kept of 16-bit parameters beside themselves", choices=tuple(MASTER_BYTES))
+    add("--release", "each gradient is freed as soon as its parameter is stepped", action="store_true")
+    add("--batch", "sequences a forward pass; with --length, activations are counted", type=int, metavar="N")
+    add("--length", "tokens in a sequence", type=int, metavar="N")
+    add("--hidden", "width of the model (default: the model's)", type=int, metavar="N")
+    add("--layers", "depth of the model (default: the model's)", type=int, metavar="N")
+    add("--heads", "attention heads, for --no-flash (default: the model's)", type=int, metavar="N")
+    add("--no-flash", "attention keeps its matrix, not computed in tiles", action="store_false", dest="flash")
+    add("--recompute", "activations of each layer are computed again in the backward pass", action="store_true")
+    plan.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    plan.set_defaults(handler=_plan, program=plan.prog)
 
 
 def _add_train(commands: Any) -> None:
@@ -87,6 +118,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from mo_fused.doctor import report
 
     print(report(as_json=arguments.json))
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    config = PlanConfig(**{f.name: getattr(arguments, f.name) for f in fields(PlanConfig)})
+    print(report(config, as_json=arguments.json))
     return 0
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+import mo_fused
 from mo_fused.training import warmup_cosine
 
 
@@ -101,3 +102,17 @@ def test_schedule_refuses_bad_shapes(arguments: tuple[Any, ...], said: str) -> N
     with pytest.raises(ValueError, match=f"expected {said}.*; found .*; give"):
         warmup_cosine(optimizer, *arguments)
     assert optimizer.param_groups[0]["lr"] == 1.0 and "initial_lr" not in optimizer.param_groups[0]
+
+
+def test_schedule_is_the_rate_of_adafactor() -> None:
+    """Its step size is the rate times the parameter's RMS, as long as that is less than 1 / sqrt(step)."""
+    weight = nn.Parameter(torch.full((4, 3), 2.0))
+    optimizer = mo_fused.Adafactor([weight], lr=0.1)
+    schedule = warmup_cosine(optimizer, 8, 3, 0.1)
+    for k in range(8):
+        size = float(weight.detach()[0, 0])
+        weight.grad = torch.ones(4, 3)  # equal gradients: the update of every element is the step size itself
+        optimizer.step()
+        schedule.step()
+        expected = size * (1 - 0.1 * closed_form(k, 8, 3, 0.1))
+        assert float(weight.detach()[0, 0]) == pytest.approx(expected, rel=1e-6)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ADAMW, BACKENDS, RULES, SGD, Case, Gradients, drive, gradients, parameters, states, weights
+from cases import ADAMW, BACKENDS, RATE, RULES, SGD, Case, Gradients, drive, gradients, parameters, states, weights
 from oracle import assert_close, assert_same_bits, reference
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,10 +18,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import mo_fused
 
 SHAPES = [(7,), (5, 3)]
+ADAFACTOR = Case("Adafactor", "decay", dict(lr=RATE, weight_decay=0.1))
+EVERY = [*RULES, ADAFACTOR]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", RULES, ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_stale_backward_raises(case: Case, backend: str) -> None:
     """Raw writes raise no version counter: without a bump the gradient below would be silently wrong."""
     p, x = Parameter(torch.ones(5)), torch.ones(5, requires_grad=True)
@@ -35,7 +37,7 @@ def test_stale_backward_raises(case: Case, backend: str) -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("case", RULES, ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_no_gradient_is_a_no_op(case: Case) -> None:
     params = parameters(weights(SHAPES))
     opt = case.ours(params, max_grad_norm=1.0, skip_nonfinite=True, stats=True)
@@ -53,7 +55,7 @@ def test_no_gradient_is_a_no_op(case: Case) -> None:
     assert_same_bits([p.detach() for p in params], kept)
 
 
-@pytest.mark.parametrize("case", RULES, ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_hooks_run_once_each_in_torchs_order(case: Case) -> None:
     """Also when torch's own class was used before: its `step` is patched once, and must not wrap ours twice."""
     other, p = Parameter(torch.ones(2)), Parameter(torch.ones(2))
@@ -119,7 +121,7 @@ def test_profiler_names() -> None:
 
 @pytest.mark.parametrize("by", ["position", "keyword"])
 def test_closure_runs_once_with_gradients_enabled(by: str) -> None:
-    for case in RULES:
+    for case in EVERY:
         p = Parameter(torch.ones(3))
         opt = case.ours([p])
         seen: list[bool] = []
@@ -149,7 +151,7 @@ def test_gradients_that_carry_a_graph() -> None:
 
 def test_a_dropped_optimizer_frees_its_parameters() -> None:
     """Without waiting for the cycle collector: notebooks rebuild optimizers over large models."""
-    for case in RULES:
+    for case in EVERY:
         p = Parameter(torch.ones(3))
         opt = case.ours([p], max_grad_norm=1.0, stats=True)
         drive(opt, [p], [[torch.ones(3)]] * 2)
@@ -163,7 +165,7 @@ def test_a_dropped_optimizer_frees_its_parameters() -> None:
 
 
 def test_drop_in_class_and_signature() -> None:
-    for case in RULES:
+    for case in EVERY:
         ours, theirs = getattr(mo_fused, case.kind), getattr(torch.optim, case.kind)
         assert issubclass(ours, theirs)
         opt = case.ours([Parameter(torch.ones(2))])
@@ -178,7 +180,7 @@ def test_drop_in_class_and_signature() -> None:
         assert inspect.ismethod(opt.step), "schedulers need step.__func__"
 
 
-@pytest.mark.parametrize("case", RULES, ids=str)
+@pytest.mark.parametrize("case", EVERY, ids=str)
 def test_a_parameter_listed_twice_is_updated_once(case: Case) -> None:
     """torch warns, and then steps it twice: with a tied weight the rate would silently double."""
     values, grads = weights([(5,)]), gradients([(5,)], 3)

@@ -42,7 +42,7 @@ then ptxas puts a scalar or two aside for the length of a loop. Updates and stat
 
 F32, BF16, F16, F64, NONE = 0, 1, 2, 3, -1
 BYTES = {F32: 4, BF16: 2, F16: 2, F64: 8}
-ADAM, SGD, NO_RULE = 0, 1, 2
+ADAM, SGD, NO_RULE, ADAFACTOR = 0, 1, 2, 3
 
 ADAMW_SIGNATURES: dict[str, Signature] = {
     "fp32": (F32, F32, F32, F32, NONE),
@@ -58,6 +58,13 @@ SGD_SIGNATURES: dict[str, Signature] = {
     "bf16": (BF16, BF16, NONE, NONE, NONE),
     "fp32 momentum": (F32, F32, F32, NONE, NONE),
     "bf16 momentum": (BF16, BF16, BF16, NONE, NONE),
+}
+# Of matrices; a vector's second slot is the variance of its elements, and it has no third.
+ADAFACTOR_SIGNATURES: dict[str, Signature] = {
+    "fp32": (F32, F32, F32, F32, NONE),
+    "bf16": (BF16, BF16, F32, F32, NONE),
+    "fp32 momentum": (F32, F32, F32, F32, F32),
+    "fp64": (F64, F64, F64, F64, NONE),
 }
 ADDRESSING = {"aligned": (True, False), "unaligned": (False, False), "strided": (False, True)}
 
@@ -135,11 +142,28 @@ def _recording(target: Target) -> Iterator[list[tuple[str, dict[str, Any]]]]:
             clear()
 
 
-def _table(signature: Signature, addressing: str = "aligned", from_tensors: bool = False) -> Any:
+def _table(
+    signature: Signature, addressing: str = "aligned", from_tensors: bool = False, tiled: bool = False
+) -> Any:
     aligned, strided = ADDRESSING[addressing]
     one = Launch(signature, aligned, strided, programs=1, programs_at=0, wide=signature[0] == F64)
-    at = dict(rows_at=0, settings_at=0, chunks_at=0, scalars_at=0)
-    return SimpleNamespace(launches=[one], rows=[0], n_chunks=1, from_tensors=from_tensors, **at)
+    work = SimpleNamespace(chunks_at=0, launches=[one])
+    empty = torch.zeros((2, 1), dtype=torch.float64)
+    return SimpleNamespace(
+        work=work,
+        linear=work,
+        rows=[0],
+        n_chunks=1,
+        from_tensors=from_tensors,
+        rows_at=0,
+        settings_at=0,
+        scalars_at=0,
+        tiling="of Adafactor" if tiled else None,
+        tiles=empty,
+        sums=empty,
+        runs=empty,
+        n_runs=1,
+    )
 
 
 def _request(rule: int, max_grad_norm: float | None = None, skip_nonfinite: bool = False) -> Request:

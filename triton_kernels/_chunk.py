@@ -8,6 +8,7 @@ Records (all addresses are integers; ``mo_fused/device_table.py`` writes them, `
 * settings: records of 32 words; the first holds the control, then one a group: 16 float64 (csrc/abi.h's Hyper) and for
   each of them the address and dtype of a tensor on the device to be read in its place, or 0;
 * row scalars: 16 float64 a row, written by the finish (``SCALARS`` below);
+* tile (Adafactor): 4 words, and a row's view as matrices: 8 words (csrc/abi.h's Tile and Factored; ``_tile.py``);
 * statistics of a step: csrc/abi.h's Result (16 float64), then columns of one float64 a chunk (``COLUMNS`` below).
 """
 
@@ -24,8 +25,13 @@ STATE1 = tl.constexpr(3)
 STATE2 = tl.constexpr(4)
 STEP = tl.constexpr(5)
 LAYOUT = tl.constexpr(6)
+NUMEL = tl.constexpr(7)
+DTYPES = tl.constexpr(8)  # a byte an operand
 GROUP_AND_FLAGS = tl.constexpr(9)
+FIRST_CHUNK = tl.constexpr(10)
+CHUNKS = tl.constexpr(11)
 FRESH = tl.constexpr(13)
+FACTORED = tl.constexpr(14)
 ROW_WORDS = tl.constexpr(16)
 
 # Flags of a row, as in csrc/abi.h.
@@ -33,6 +39,7 @@ ACTIVE = tl.constexpr(1)
 STEP_F64 = tl.constexpr(4)
 GRAD_SHARED = tl.constexpr(8)
 SCALES_SHARED = tl.constexpr(16)
+PARAM_UNKNOWN = tl.constexpr(32)
 
 CHUNK_WORDS = tl.constexpr(4)
 SETTINGS_WORDS = tl.constexpr(32)
@@ -48,7 +55,12 @@ CLIP = tl.constexpr(7)
 MAXIMIZE = tl.constexpr(8)
 DECOUPLED = tl.constexpr(9)
 NESTEROV = tl.constexpr(11)
+EPS2 = tl.constexpr(12)
+THRESHOLD = tl.constexpr(13)
+STEP_KIND = tl.constexpr(14)
+FACTOR_FLAGS = tl.constexpr(15)
 SOURCES = tl.constexpr(16)  # where the second half of the record begins
+SOURCE_F64 = tl.constexpr(1 << 60)  # in the address word of a tensor that stands for a hyper-parameter
 SCALARS = tl.constexpr(16)
 
 # Fields of the result.
@@ -128,6 +140,20 @@ def group_clips(settings, row):
 
 
 @triton.jit
+def hyper(group, NAME, here, FROM_TENSORS: tl.constexpr):
+    """A hyper-parameter of each row's group: a number, or what a tensor on the device holds now."""
+    value = tl.load(group + NAME, mask=here, other=0.0)
+    if FROM_TENSORS:
+        source = tl.load((group + SOURCES + NAME).to(tl.pointer_type(tl.int64)), mask=here, other=0)
+        wide = (source & SOURCE_F64) != 0
+        address = source & (SOURCE_F64 - 1)
+        single = tl.load(address.to(tl.pointer_type(tl.float32)), mask=here & (address != 0) & (wide == 0), other=0.0)
+        double = tl.load(address.to(tl.pointer_type(tl.float64)), mask=here & (address != 0) & wide, other=0.0)
+        value = tl.where(address == 0, value, tl.where(wide, double, single.to(tl.float64)))
+    return value
+
+
+@triton.jit
 def column(stats, name, n_chunks):
     """Pointer to a column of the statistics."""
     return doubles(stats) + RESULT_WORDS + name * n_chunks.to(tl.int64)
@@ -198,5 +224,10 @@ def store_tile(at, offsets, inside, x, DTYPE: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def by_thread(x, WIDTH: tl.constexpr):
-    """Sums runs of WIDTH consecutive elements: what one thread holds after a 16-byte load, so nothing is exchanged."""
-    return tl.sum(tl.reshape(x, (x.shape[0] // WIDTH, WIDTH)), axis=1)
+    """Sums runs of WIDTH consecutive elements: what one thread holds after a 16-byte load, so nothing is exchanged.
+
+    ``x``: ``(n,)``, or ``(n // WIDTH, WIDTH)``.
+    """
+    if len(x.shape) == 1:
+        x = tl.reshape(x, (x.shape[0] // WIDTH, WIDTH))
+    return tl.sum(x, axis=1)

@@ -150,6 +150,104 @@ def sgd_update(p, g, buf, coef, lr, momentum, rest, weight_decay, nesterov, fres
     return apply_update(p, update), buf, update
 
 
+# -- adafactor.h ------------------------------------------------------------------------------------------------------
+
+# FactorFlag and StepKind of csrc/abi.h.
+SCALE_PARAMETER = tl.constexpr(1)
+EPS_ADDED = tl.constexpr(2)
+DECAY_SCALED = tl.constexpr(4)
+CAPPED = tl.constexpr(0)
+RELATIVE = tl.constexpr(2)
+WARM_UP = tl.constexpr(3)
+
+
+@triton.jit
+def spacing(dtype):
+    """What torch.finfo(dtype).eps is, of dtype codes."""
+    narrow = tl.where(dtype == BF16, power_of_two(dtype * 0 - 7), power_of_two(dtype * 0 - 10))
+    wide = tl.where(dtype == F32, power_of_two(dtype * 0 - 23), power_of_two(dtype * 0 - 52))
+    return tl.where((dtype == BF16) | (dtype == F16), narrow, wide)
+
+
+@triton.jit
+def larger_of(a, b):
+    """a > b as Python's max: a NaN in b loses."""
+    return tl.where(b > a, b, a)
+
+
+@triton.jit
+def prepare_adafactor(lr, beta2, eps, weight_decay, kind, flags, step, dtype):
+    """Scalars of rows for one step, all float64: (relative step size, what a new square counts, what is added to it,
+    least mean square, largest inverse root, decay). ``dtype``: code of the parameter's."""
+    count = step.to(tl.float64)
+    root = 1.0 / tl.sqrt(count)
+    eps = tl.where(eps == eps, eps, spacing(dtype))
+    cap = tl.where(kind == CAPPED, lr, tl.where(kind == RELATIVE, 1e-2, 1e-6 * count))
+    capped = (kind == CAPPED) | (kind == RELATIVE) | (kind == WARM_UP)
+    relative = tl.where(capped, tl.where(root < cap, root, cap), lr)
+    rest = tl.exp(beta2 * tl.log(count))
+    eps_added = (flags & EPS_ADDED) != 0
+    added = tl.where(eps_added, eps, 0.0)
+    floor = tl.where(eps_added, 0.0, eps)
+    limit = tl.where(eps_added, float("inf"), 1.0 / eps)
+    decay = tl.where((flags & DECAY_SCALED) != 0, weight_decay, lr * weight_decay)
+    return relative, rest, added, floor, limit, decay
+
+
+@triton.jit
+def size_adafactor(relative, decay, flags, eps2, threshold, numel, update_sumsq, param_sumsq):
+    """(step size, decay) when the sums over the whole parameter are known: squares of U and of the parameter."""
+    scaled_by = larger_of(eps2, tl.sqrt(param_sumsq / numel))
+    size = tl.where((flags & SCALE_PARAMETER) != 0, relative * scaled_by, relative)
+    decay = tl.where((flags & DECAY_SCALED) != 0, decay * size, decay)
+    return size / larger_of(1.0, tl.sqrt(update_sumsq / numel) / threshold), decay
+
+
+@triton.jit
+def toward(old, new, weight):
+    """Interpolation from the nearer end, as torch.lerp."""
+    return tl.where(weight < 0.5, old + (new - old) * weight, new - (new - old) * (1.0 - weight))
+
+
+@triton.jit
+def finite_limit(limit, P: tl.constexpr):
+    """In the compute type and finite: an inverse root that is infinite must not meet a gradient of zero."""
+    LARGEST: tl.constexpr = 1.7976931348623157e308 if P == F64 else 3.4028234663852886e38
+    return tl.where(limit > LARGEST, LARGEST, limit).to(tl.float64 if P == F64 else tl.float32)
+
+
+@triton.jit
+def vector_moment(g, v, coef, rest, keep, added, from_old):
+    """The second moment of elements of a vector. ``keep``: 1 - rest; ``from_old``: rest < 0.5, all from float64."""
+    scaled_g = g * coef
+    square = scaled_g * scaled_g + added
+    # As in adamw_update: square - (square - v) * keep is square + (square - v) * -keep, exactly.
+    return tl.where(from_old, v, square) + (square - v) * tl.where(from_old, rest, -keep)
+
+
+@triton.jit
+def inverse_root(v):
+    return divide(tl.full(v.shape, 1.0, v.dtype), square_root(v))
+
+
+@triton.jit
+def factored_update(g, root, coef, limit):
+    """U. ``root``: the product of the inverse roots of an element's row and column; of a vector that of the element."""
+    return (g * coef) * tl.where(root > limit, limit, root)
+
+
+@triton.jit
+def adafactor_update(p, g, root, m, coef, limit, beta1, rest1, step, decay, MOMENTUM: tl.constexpr):
+    """New (p, first moment) and the update. ``rest1``: 1 - beta1, rounded from float64."""
+    update = factored_update(g, root, coef, limit) * step
+    if MOMENTUM:
+        old = beta1 > 0.5
+        m = tl.where(old, m, update) + (update - m) * tl.where(old, rest1, -beta1)
+        update = m
+    update = tl.where(decay != 0.0, update + p * decay, update)
+    return apply_update(p, update), m, update
+
+
 # -- grad_stats.h -----------------------------------------------------------------------------------------------------
 
 

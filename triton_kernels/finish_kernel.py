@@ -12,12 +12,13 @@ import triton
 import triton.language as tl
 
 from . import _chunk as t
-from ._rules import clip_coefficient, prepare_adamw, scaled_root
+from ._chunk import hyper
+from ._rules import clip_coefficient, prepare_adafactor, prepare_adamw, scaled_root
 from ._totals import gradient_totals
 
 ADAM = tl.constexpr(0)
 SGD = tl.constexpr(1)
-SOURCE_F64 = tl.constexpr(1 << 60)  # in the address word of a tensor that stands for a hyper-parameter
+ADAFACTOR = tl.constexpr(3)
 
 
 @triton.jit
@@ -26,20 +27,6 @@ def scalar_or(address, otherwise):
     at = address.to(tl.int64).to(tl.pointer_type(tl.float32))
     there = address.to(tl.int64) != 0
     return tl.where(there, tl.load(at, mask=there, other=0.0).to(tl.float64), otherwise)
-
-
-@triton.jit
-def hyper(group, NAME, here, FROM_TENSORS: tl.constexpr):
-    """A hyper-parameter of each row's group: a number, or what a tensor on the device holds now."""
-    value = tl.load(group + NAME, mask=here, other=0.0)
-    if FROM_TENSORS:
-        source = tl.load((group + t.SOURCES + NAME).to(tl.pointer_type(tl.int64)), mask=here, other=0)
-        wide = (source & SOURCE_F64) != 0
-        address = source & (SOURCE_F64 - 1)
-        single = tl.load(address.to(tl.pointer_type(tl.float32)), mask=here & (address != 0) & (wide == 0), other=0.0)
-        double = tl.load(address.to(tl.pointer_type(tl.float64)), mask=here & (address != 0) & wide, other=0.0)
-        value = tl.where(address == 0, value, tl.where(wide, double, single.to(tl.float64)))
-    return value
 
 
 @triton.jit
@@ -114,6 +101,27 @@ def prepare_rows(
         tl.store(to + 5, hyper(group, t.WEIGHT_DECAY, here, FROM_TENSORS), mask=here)
         tl.store(to + 6, tl.load(group + t.NESTEROV, mask=here, other=0.0), mask=here)
         tl.store(to + 7, fresh.to(tl.float64), mask=here)
+    elif RULE == ADAFACTOR:
+        address = tl.load(row + t.STEP, mask=here, other=0)
+        step = advance(address, flags, here & (address != 0))
+        relative, rest, added, floor, limit, decay = prepare_adafactor(
+            hyper(group, t.LR, here, FROM_TENSORS),
+            hyper(group, t.BETA2, here, FROM_TENSORS),
+            hyper(group, t.EPS, here, FROM_TENSORS),
+            hyper(group, t.WEIGHT_DECAY, here, FROM_TENSORS),
+            tl.load(group + t.STEP_KIND, mask=here, other=0.0).to(tl.int32),
+            tl.load(group + t.FACTOR_FLAGS, mask=here, other=0.0).to(tl.int32),
+            tl.where(here, step, 1),
+            tl.load(row + t.DTYPES, mask=here, other=0) & 0xFF,
+        )
+        tl.store(to + 2, relative, mask=here)
+        tl.store(to + 3, rest, mask=here)
+        tl.store(to + 4, added, mask=here)
+        tl.store(to + 5, floor, mask=here)
+        tl.store(to + 6, limit, mask=here)
+        tl.store(to + 7, hyper(group, t.BETA1, here, FROM_TENSORS), mask=here)
+        tl.store(to + 8, 0.0, mask=here)  # the step size, which sizes_kernel.py finds
+        tl.store(to + 9, decay, mask=here)
 
 
 # Values never make another kernel: addresses and counts change from step to step.

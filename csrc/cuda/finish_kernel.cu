@@ -6,6 +6,7 @@
 // Assumes of the table: one block for 64 rows; each of them adds up all chunks by itself, in the same order, so that no
 //   block has to wait for another.
 #include "cuda/totals.cuh"
+#include "rules/adafactor.h"
 #include "rules/adamw.h"
 #include "rules/grad_stats.h"
 #include "rules/sgd.h"
@@ -42,6 +43,7 @@ __device__ __forceinline__ void prepare_row(const DeviceStep& s, int64_t r, doub
   out.scalars.scale = (h.clip != 0.0 ? clip_coef : 1.0) / grad_scale;
   out.scalars.coef = h.maximize != 0.0 ? -out.scalars.scale : out.scalars.scale;
   if (s.rule == kAdam) MO_ISA::prepare_adamw(h, advance(row), out.scalars);
+  if (s.rule == kAdafactor) MO_ISA::prepare_adafactor(h, advance(row), row.dtype[kParam], out.scalars);
   if (s.rule == kSGD) {
     MO_ISA::prepare_sgd(h, out.scalars);
     // Whether a momentum buffer holds a value is known here alone: a skipped first step leaves it fresh.

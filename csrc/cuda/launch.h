@@ -43,5 +43,11 @@ cudaError_t launch_adamw(const DeviceStep& step, cudaStream_t stream);
 cudaError_t launch_sgd(const DeviceStep& step, cudaStream_t stream);
 cudaError_t launch_scale_grad(const DeviceStep& step, cudaStream_t stream);
 cudaError_t launch_update_norms(const DeviceStep& step, cudaStream_t stream);
+// Adafactor's passes.
+cudaError_t launch_factor_sums(const DeviceStep& step, cudaStream_t stream);
+cudaError_t launch_factors(const DeviceStep& step, cudaStream_t stream);
+cudaError_t launch_factored_rms(const DeviceStep& step, cudaStream_t stream);
+cudaError_t launch_sizes(const DeviceStep& step, cudaStream_t stream);
+cudaError_t launch_adafactor(const DeviceStep& step, cudaStream_t stream);
 
 }  // namespace mo

@@ -12,10 +12,13 @@ cudaError_t run_phases(const DeviceStep& s, cudaStream_t stream) {
   const auto run = [&](int phase, cudaError_t (*launch)(const DeviceStep&, cudaStream_t)) {
     if (error == cudaSuccess && (s.phases & phase)) error = launch(s, stream);
   };
-  run(kDeviceMeasure, launch_grad_stats);
+  run(kDeviceMeasure, s.tiles ? launch_factor_sums : launch_grad_stats);
   run(kDevicePartial, launch_partial);
   run(kDeviceFinish, launch_finish);
-  run(kDeviceUpdate, s.rule == kAdam ? launch_adamw : launch_sgd);
+  run(kDeviceFactors, launch_factors);
+  run(kDeviceFactoredRms, launch_factored_rms);
+  run(kDeviceSizes, launch_sizes);
+  run(kDeviceUpdate, s.rule == kAdam ? launch_adamw : s.rule == kAdafactor ? launch_adafactor : launch_sgd);
   run(kDeviceScale, launch_scale_grad);
   run(kDeviceNorms, launch_update_norms);
   return error;

@@ -5,6 +5,10 @@
 
 namespace mo {
 
+// Further DevicePhases: what comes before Adafactor's update. Factors and sizes are made of all rows at once, whatever
+// their compute type; the others have a launch for each.
+enum AdafactorPhase : int32_t { kDeviceFactors = 64, kDeviceFactoredRms = 128, kDeviceSizes = 256 };
+
 // Launches the phases that `step` asks for on its device and stream, and waits for nothing. Null, or what CUDA said.
 const char* run_device_step(const DeviceStep& step);
 

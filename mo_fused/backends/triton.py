@@ -22,27 +22,40 @@ THREADS = 128
 ROWS = 64
 TILE = 512
 BYTES = {0: 4, 1: 2, 2: 2, 3: 8, -1: 1}
-F16 = 2
+F16, F64 = 2, 3
+ADAFACTOR = 3
+FACTOR_THREADS = 512
+"""Of a block that makes the factors of a matrix, of which there may be one alone with 100 000 rows."""
 
 
 @lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
     """The kernels, imported when they are first needed."""
+    from ..triton_kernels.adafactor_kernel import adafactor_kernel
     from ..triton_kernels.adamw_kernel import adamw_kernel
+    from ..triton_kernels.factor_sums_kernel import factor_sums_kernel
+    from ..triton_kernels.factored_rms_kernel import factored_rms_kernel
+    from ..triton_kernels.factors_kernel import factors_kernel
     from ..triton_kernels.finish_kernel import finish_kernel
     from ..triton_kernels.grad_stats_kernel import grad_stats_kernel
     from ..triton_kernels.partial_kernel import partial_kernel
     from ..triton_kernels.scale_grad_kernel import scale_grad_kernel
     from ..triton_kernels.sgd_kernel import sgd_kernel
+    from ..triton_kernels.sizes_kernel import sizes_kernel
     from ..triton_kernels.update_norms_kernel import update_norms_kernel
 
     return SimpleNamespace(
+        adafactor=adafactor_kernel,
         adamw=adamw_kernel,
+        factor_sums=factor_sums_kernel,
+        factored_rms=factored_rms_kernel,
+        factors=factors_kernel,
         finish=finish_kernel,
         grad_stats=grad_stats_kernel,
         partial=partial_kernel,
         scale_grad=scale_grad_kernel,
         sgd=sgd_kernel,
+        sizes=sizes_kernel,
         update_norms=update_norms_kernel,
     )
 
@@ -65,6 +78,26 @@ def shape(signature: Signature, aligned: bool, sums: bool) -> dict[str, Any]:
 def fixed_options() -> dict[str, Any]:
     """Nothing is ever fused; a block has 128 threads whatever the width of a warp."""
     return {"num_warps": THREADS // dispatch.warp_size(), "enable_fp_fusion": False}
+
+
+@cache
+def param_sum_shape(param: int) -> dict[str, int]:
+    """How a parameter's sum of squares is added up: it follows from the parameter's dtype (its code) alone."""
+    block = 512 if BYTES[param] > 2 else 1024
+    fold = 2 if param == F64 else 4
+    return {"FOLD": fold, "BLOCK": block}
+
+
+@cache
+def tile_shape(signature: Signature, aligned: bool, param: int | None = None) -> dict[str, Any]:
+    """WIDTH, BLOCK and launch options of a pass over tiles: each thread takes 16 bytes of the widest operand at a time.
+
+    16-bit tensors go by 8 bytes where addresses are not aligned. ``param``: BLOCK is that of the parameter's sum.
+    """
+    widest = max(BYTES[code] for code in signature)
+    width = min(16 // max(widest, 1 if aligned else 4), 8)
+    block = THREADS * 2 * width if param is None else param_sum_shape(param)["BLOCK"]
+    return {"WIDTH": width, "BLOCK": block, **fixed_options()}
 
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
@@ -97,7 +130,9 @@ def _chosen(work: Work, one: Launch) -> tuple[int, int]:
 
 
 def measure(table: DeviceTable, stats_at: int, count_zeros: bool = False) -> None:
-    """Statistics of every gradient, chunk by chunk."""
+    """Statistics of every gradient, chunk by chunk; for Adafactor tile by tile, with norms of rows and columns."""
+    if table.tiling is not None:
+        return _factor_sums(table, stats_at)
     for one in table.work.launches:
         g = one.signature[1]
         launch(
@@ -164,6 +199,8 @@ def _address(value: Tensor | float | None) -> int:
 
 def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
     """The rule, over everything. ``sums``: 0 none, 1 those of the update, 2 also those of the gradient."""
+    if ask.rule == ADAFACTOR:
+        return _adafactor(table, stats_at, sums)
     for one in table.work.launches:
         p, g, first, second, third = one.signature
         common: dict[str, Any] = {
@@ -187,6 +224,104 @@ def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
             table.n_chunks,
             **common,
             **slots,
+        )
+
+
+def _factor_sums(table: DeviceTable, stats_at: int) -> None:
+    for one in table.work.launches:
+        p, g, _, columns, _ = one.signature
+        launch(
+            kernels().factor_sums,
+            one.programs,
+            table.rows_at,
+            table.settings_at,
+            *_chosen(table.work, one),
+            table.tiles.data_ptr(),
+            table.sums[1].data_ptr(),
+            stats_at,
+            table.n_chunks,
+            P=p,
+            G=g,
+            FACTORED=columns >= 0,
+            ALIGNED=one.aligned,
+            STRIDED=one.strided,
+            LANES=4 * THREADS,
+            ROWS=2 if one.wide else 8 if BYTES[g] == 2 else 4,
+            **param_sum_shape(p),
+            **fixed_options(),
+        )
+
+
+def _adafactor(table: DeviceTable, stats_at: int, sums: int) -> None:
+    """Means and roots of rows and columns, the update's size, each row's step size, the update."""
+    launches = table.work.launches
+    for wide in sorted({one.wide for one in launches if one.signature[3] >= 0}):
+        launch(
+            kernels().factors,
+            table.n_runs,
+            table.rows_at,
+            table.runs.data_ptr(),
+            table.scalars_at,
+            stats_at,
+            WIDE=wide,
+            BLOCK=4 * FACTOR_THREADS,
+            **{**fixed_options(), "num_warps": FACTOR_THREADS // dispatch.warp_size()},
+        )
+    for one in launches:
+        p, g, second, columns, _ = one.signature
+        factored = columns >= 0
+        launch(
+            kernels().factored_rms,
+            one.programs,
+            table.rows_at,
+            *_chosen(table.work, one),
+            table.tiles.data_ptr(),
+            table.sums[0].data_ptr(),
+            table.scalars_at,
+            stats_at,
+            P=p,
+            G=g,
+            FACTORED=factored,
+            ALIGNED=one.aligned,
+            STRIDED=one.strided,
+            **tile_shape((g, -1 if factored else second, -1, -1, -1), one.aligned),
+        )
+    launch(
+        kernels().sizes,
+        len(table.rows),
+        table.rows_at,
+        table.settings_at,
+        table.sums[0].data_ptr(),
+        table.sums[1].data_ptr(),
+        table.scalars_at,
+        stats_at,
+        FROM_TENSORS=table.from_tensors,
+        TILE=TILE,
+        **fixed_options(),
+    )
+    for one in launches:
+        p, g, second, columns, first = one.signature
+        factored = columns >= 0
+        operands = (p, g, -1 if factored else second, -1, first)
+        launch(
+            kernels().adafactor,
+            one.programs,
+            table.rows_at,
+            table.settings_at,
+            *_chosen(table.work, one),
+            table.tiles.data_ptr(),
+            table.sums[1].data_ptr(),
+            table.scalars_at,
+            stats_at,
+            table.n_chunks,
+            P=p,
+            G=g,
+            M=first,
+            FACTORED=factored,
+            ALIGNED=one.aligned,
+            STRIDED=one.strided,
+            SUMS=sums,
+            **{**param_sum_shape(p), **tile_shape(operands, one.aligned, p)},
         )
 
 

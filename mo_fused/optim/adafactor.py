@@ -79,15 +79,24 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
             d = _one_of("clip_threshold", clip_threshold, d, 1.0)
         if decay_rate is not None:
             beta2_decay = _one_of("decay_rate", decay_rate, beta2_decay, -0.8)
-        self._own_defaults = own
-        stand_in = 1e-2 if lr is None else lr  # torch's constructor compares it with 0
+        # What torch's constructor refuses goes past it: a rate of None, and transformers' thresholds below 1.
+        self._own_defaults = {**own, "lr": lr, "d": d}
+        stand_ins = 1e-2 if lr is None else lr, max(1.0, d) if transformers_form and d > 0.0 else d
         try:
             torch.optim.Adafactor.__init__(
-                self, params, stand_in, beta2_decay, eps, d, weight_decay, foreach=foreach, maximize=maximize
+                self,
+                params,
+                stand_ins[0],
+                beta2_decay,
+                eps,
+                stand_ins[1],
+                weight_decay,
+                foreach=foreach,
+                maximize=maximize,
             )
         finally:
-            del self._own_defaults
-        self.defaults.update(own, lr=lr)
+            self.__dict__.pop("_own_defaults")
+        self.defaults.update(own, lr=lr, d=d)
         self._adopt({**options, "state_dtype": state_dtype})
 
     @classmethod
@@ -138,13 +147,12 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
             if alias in param_group:
                 param_group[name] = param_group.pop(alias)
         defaults = {**self.defaults, **self.__dict__.get("_own_defaults", {})}
-        own = {name: param_group.get(name, defaults[name]) for name in AdafactorRule.group_keys}
-        lr = param_group.get("lr", defaults["lr"])
-        _check(own, lr)
-        if lr is None:
-            param_group["lr"] = None
-        param_group.update(own)
+        own = {name: param_group.get(name, defaults[name]) for name in (*AdafactorRule.group_keys, "lr", "d")}
+        _check(own, own["lr"])
+        param_group.update(lr=own["lr"], d=own["d"])
         super().add_param_group(param_group)
+        for name in AdafactorRule.group_keys:  # after torch's
+            self.param_groups[-1].setdefault(name, own[name])
 
     def _get_lr(self, group: dict[str, Any], entry: dict[str, Any]) -> float:
         """The step size of a group's parameter with this state: what transformers' AdafactorSchedule asks for."""
@@ -166,6 +174,8 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self.param_groups:  # torch's Optimizer makes it a default, its Adafactor has no such key
+            group.pop("differentiable", None)
         for place in (self.defaults, *self.param_groups):  # of a pickled torch.optim.Adafactor
             for name, value in _TORCH_FORM.items():
                 place.setdefault(name, value)
@@ -193,7 +203,7 @@ def _check(own: dict[str, Any], lr: Any) -> None:
         if not isinstance(own[name], bool):
             raise errors.bad_option(name, "True or False", own[name], "pass a bool")
     relative, beta1 = own["relative_step"], own["beta1"]
-    if relative not in (None, True, False):
+    if relative is not None and not isinstance(relative, bool):
         raise errors.bad_option(
             "relative_step", "True, False or None", relative, "None is torch's min(lr, 1/sqrt(step))"
         )
