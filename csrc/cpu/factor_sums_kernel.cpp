@@ -86,6 +86,9 @@ struct SumsPass {
   Largest<T> largest;
   double total = 0.0;
 
+  SumsPass(const Row& row, const Factored& f, const Chunk& chunk, const Tile& tile, double scale, Columns<T>& columns)
+      : row(row), f(f), chunk(chunk), tile(tile), scale(scale), back(1.0 / scale), columns(columns) {}
+
   // One run: its own sum, and its squares on top of the columns'.
   template <bool kMatrix, class S>
   MO_RULE double run(const S* g, int64_t n, T* near) {
@@ -155,7 +158,7 @@ struct SumsPass {
 template <class T>
 void factor_sums_kernel(const Row& row, const Factored& f, const Chunk& chunk, const Tile& tile, ChunkStats& out) {
   Columns<T> columns;
-  Seen<T> seen = SumsPass<T>{row, f, chunk, tile, 1.0, 1.0, columns}();
+  Seen<T> seen = SumsPass<T>(row, f, chunk, tile, 1.0, columns)();
   const bool finite = seen.amax <= Range<T>::largest;
   int exponent = 0;
   if (finite && seen.amax > T(0) && !(seen.sum >= Range<T>::low && seen.sum <= Range<double>::largest)) {
@@ -163,7 +166,7 @@ void factor_sums_kernel(const Row& row, const Factored& f, const Chunk& chunk, c
     const int most = sizeof(T) == 8 ? 1000 : 120;  // the power itself is a normal number of the compute type
     exponent = exponent > most ? most : exponent < -most ? -most : exponent;
     const double scale = __builtin_ldexp(1.0, -exponent);
-    seen.sum = SumsPass<T>{row, f, chunk, tile, scale, 1.0 / scale, columns}().sum;
+    seen.sum = SumsPass<T>(row, f, chunk, tile, scale, columns)().sum;
   }
   out.sumsq = seen.sum;
   out.exponent = 2 * exponent;
