@@ -119,7 +119,10 @@ class Loader:
         # These are keys of this package's groups: a plain torch checkpoint does not know them and must not lose them.
         keys = ("clip", *self._rule.group_keys)
         kept = [{key: own[key] for key in keys if key in own} for own in self._groups]
-        groups = [{**k, **saved} for k, saved in zip(kept, saved_groups, strict=True)]
+        groups = [
+            {**saved, **{key: value for key, value in own.items() if key not in saved}}
+            for own, saved in zip(kept, saved_groups, strict=True)
+        ]
         return {**state_dict, "param_groups": groups, "state": {}}
 
     def put(self, state: dict[Any, Any]) -> None:

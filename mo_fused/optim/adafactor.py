@@ -149,10 +149,8 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         defaults = {**self.defaults, **self.__dict__.get("_own_defaults", {})}
         own = {name: param_group.get(name, defaults[name]) for name in (*AdafactorRule.group_keys, "lr", "d")}
         _check(own, own["lr"])
-        param_group.update(lr=own["lr"], d=own["d"])
         super().add_param_group(param_group)
-        for name in AdafactorRule.group_keys:  # after torch's
-            self.param_groups[-1].setdefault(name, own[name])
+        self.param_groups[-1].update(own)
 
     def _get_lr(self, group: dict[str, Any], entry: dict[str, Any]) -> float:
         """The step size of a group's parameter with this state: what transformers' AdafactorSchedule asks for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,13 @@ from torch import Tensor
 from .. import dispatch, errors
 from ..request import Request
 from ..state import Loader
-from ..stats import StepStats
+from ..stats import Buffer, StepStats
 from . import execute
 from .rows import Row, RowSet
 from .rules import Rule
+
+if TYPE_CHECKING:
+    from ..release import GradientRelease
 
 OPTIONS: dict[str, Any] = {
     "max_grad_norm": None,
@@ -75,7 +78,7 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "max_grad_norm": None if norm is None else float(norm)}
 
 
-def _name(groups: list[dict[str, Any]], group: int, position: int) -> str | None:
+def param_name(groups: list[dict[str, Any]], group: int, position: int) -> str | None:
     """The name that the user gave the parameter at this position of the state_dict, if names were given."""
     names = groups[group].get("param_names")
     return str(names[position - sum(len(g["params"]) for g in groups[:group])]) if names else None
@@ -87,7 +90,36 @@ def _stats_rows(groups: list[dict[str, Any]], rows: list[Row]) -> list[tuple[Any
     No method: statistics that hold the optimizer which holds them would keep its parameters alive.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].position)
-    return [(_name(groups, rows[i].group, rows[i].position) or rows[i].position, i) for i in order]
+    return [(param_name(groups, rows[i].group, rows[i].position) or rows[i].position, i) for i in order]
+
+
+def run_step(
+    rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: list[dict[str, Any]]
+) -> list[Buffer]:
+    """One step of these rows and what has to be noted after it; where its statistics are."""
+    run = execute.device_step if rows.devices else execute.host_step
+    on_host_skipped = run(rows, grads, ask, rule, state, groups)
+    skipped = on_host_skipped and not rows.devices  # as far as the host knows
+    if not rows.devices:
+        rows.settle(skipped, grads)
+    if not skipped:
+        _raise_versions(rows, grads, ask.clip_in_place)
+    if rule.factored:
+        measured = ask.measured if rows.devices else ask.gated  # before the decision
+        rows.params_are_known(on_host=measured or not on_host_skipped)
+    return execute.buffers(rows)
+
+
+def _raise_versions(rows: RowSet, grads: list[Tensor | None], clip_in_place: bool) -> None:
+    """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
+    params, written = rows.active_params(grads), grads
+    if rows.eager:  # whose rows, the host's, are written by torch itself
+        first = len(rows.host)
+        params = [p for p, g in zip(rows.row_params[first:], grads[first:], strict=True) if g is not None]
+        written = grads[first:]
+    torch.autograd.graph.increment_version(params)
+    if clip_in_place:
+        torch.autograd.graph.increment_version([g for g in written if g is not None])
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -112,6 +144,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         that): the scaler then unscales by itself and does not call the step on overflow. torch's schedulers replace it
         too, but mark what they put there.
         """
+        if self._release() is not None:
+            return True  # so that the step is called, and refuses the scaler
         watched = self.__dict__.get("step")
         if watched is None or getattr(watched, "__func__", None) is type(self).step:
             return bool(self.defaults["amp"] == "fused")
@@ -133,8 +167,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise errors.bad_option(
                     f"the group key {name!r}", "absent", param_group[name], f"pass {name}= to the constructor"
                 )
+        release = self._release()
+        if release is not None:
+            release.refuse_group(param_group)
         super().add_param_group(param_group)
         self._drop_options(self.param_groups[-1])
+        if release is not None:
+            release.attach(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
@@ -161,6 +200,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if name not in self._options:
                     group.setdefault(name, value)
         self.__dict__.pop("_row_set", None)
+        release = self._release()
+        if release is not None:
+            release.forget_norm()
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -174,16 +216,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             The closure's result, or None.
         """
         loss = None
+        if (release := self._release()) is not None:
+            release.refuse_scaler(self)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(bool(self.defaults.get("differentiable")))
         try:
-            self._fused_step()
+            if (release := self._release()) is None:
+                self._fused_step()
+            else:
+                self.__dict__["_last_step"] = release.step_the_rest(self)
         finally:
             torch.set_grad_enabled(before)
         return loss
+
+    def _release(self) -> GradientRelease | None:
+        """What steps each parameter during the backward (see :func:`mo_fused.gradient_release`), if anything does."""
+        return self.__dict__.get("_gradient_release")
 
     def _rows(self) -> RowSet:
         rows: RowSet | None = self.__dict__.get("_row_set")
@@ -205,28 +256,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             found_inf=getattr(self, "found_inf", None),
             report=self.__dict__.pop("_found_inf_report", None),
         )
-        run = execute.device_step if rows.devices else execute.host_step
-        on_host_skipped = run(rows, grads, ask, self._rule, self.state, self.param_groups)
-        skipped = on_host_skipped and not rows.devices  # as far as the host knows
-        if not rows.devices:
-            rows.settle(skipped, grads)
-        if not skipped:
-            self._raise_versions(rows, grads)
-        if self._rule.factored:
-            rows.params_are_known(on_host=ask.measured or not on_host_skipped)
+        buffers = run_step(rows, grads, ask, self._rule, self.state, self.param_groups)
         names = partial(_stats_rows, self.param_groups, rows.all)
-        self.__dict__["_last_step"] = StepStats(execute.buffers(rows), names)
-
-    def _raise_versions(self, rows: RowSet, grads: list[Tensor | None]) -> None:
-        """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
-        params, written = rows.active_params(grads), grads
-        if rows.eager:  # whose rows, the host's, are written by torch itself
-            first = len(rows.host)
-            params = [p for p, g in zip(rows.row_params[first:], grads[first:], strict=True) if g is not None]
-            written = grads[first:]
-        torch.autograd.graph.increment_version(params)
-        if self.defaults["clip_in_place"]:
-            torch.autograd.graph.increment_version([g for g in written if g is not None])
+        self.__dict__["_last_step"] = StepStats(buffers, names)
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 
@@ -236,12 +268,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.__dict__.get("_last_step")
 
     def _name(self, group: int, position: int) -> str:
-        return _name(self.param_groups, group, position) or f"parameter {position} (group {group})"
+        return param_name(self.param_groups, group, position) or f"parameter {position} (group {group})"
 
     def explain(self) -> Explanations:
         """Which backend steps each parameter, and why. Parameters without a gradient say what they would get."""
         rows = self._rows()
-        known = {id(r.param): r for r in rows.all}
+        release = self._release()
+        known = {id(r.param): r for r in (rows.all if release is None else release.rows())}
         out = Explanations()
         position = 0
         for g, group in enumerate(self.param_groups):
@@ -253,7 +286,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     grad = p.grad if p.grad is not None else p
                     backend, reason = rows._choose(group, p, grad)
                     reason = f"{reason} (no step yet)"
-                name = _name(self.param_groups, g, position) or str(position)
+                name = param_name(self.param_groups, g, position) or str(position)
                 out.append(Explanation(name, g, tuple(p.shape), p.dtype, backend, reason))
                 position += 1
         return out
