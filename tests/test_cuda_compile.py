@@ -18,7 +18,15 @@ from package_build import NO_NVCC, machine_nvcc
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 ARCHS = (80, 90)
 KERNELS = sorted(p.stem for p in (CSRC / "cuda").glob("*_kernel.cu"))
-UPDATES = ("adamw_kernel", "sgd_kernel")
+# Instances of a kernel that has several: updates for each kind of statistics (Adafactor's has two), all of them for
+# float64 parameters and for all others.
+INSTANCES = {
+    "adamw_kernel": 6,
+    "sgd_kernel": 6,
+    "adafactor_kernel": 4,
+    "factor_sums_kernel": 2,
+    "factored_rms_kernel": 2,
+}
 # Three blocks of 256 threads on a multiprocessor of 65536 registers. Kernels over float64 parameters, whose values take
 # two registers each, have the limit of two blocks.
 REGISTERS = 80
@@ -93,11 +101,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 @pytest.mark.parametrize("stem", KERNELS)
 def test_resources(stem: str, arch: int, compiled: dict[tuple[str, int], Compiled]) -> None:
     entries = compiled[stem, arch].entries
-    # Updates: three kinds of statistics, for float64 parameters and for all others.
-    assert len(entries) == (6 if stem in UPDATES else 1), [e.name for e in entries]
+    assert len(entries) == INSTANCES.get(stem, 1), [e.name for e in entries]
     for entry in entries:
         assert entry.spilled == 0 and entry.stack == 0, entry
-        wide = stem in UPDATES and re.search(r"kernelILi\dEd", entry.name)
+        wide = re.search(r"kernelI(?:Li\dE)?dE", entry.name)
         assert entry.registers <= (FLOAT64_REGISTERS if wide else REGISTERS), entry
 
 
@@ -108,25 +115,48 @@ def test_nothing_is_fused_or_approximate(stem: str, arch: int, compiled: dict[tu
     assert ".visible .entry" in ptx or ".entry" in ptx
     bad = re.findall(r"^\s*(?:@\S+\s+)?((?:fma|mad)\.\S*f(?:32|64)|\S+\.(?:approx|ftz|full)\S*)\s", ptx, re.M)
     assert not bad, sorted(set(bad))
-    if stem in UPDATES and stem.startswith("adamw"):
+    if stem == "adamw_kernel":
         assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx and "sqrt.rn.f64" in ptx
 
 
+# Loads and stores of 16 bytes, in the instance of that name and in all that are not named. AdamW: four operands (five
+# with AMSGrad), SGD: three, in at least two dtypes; float64 goes by 8 bytes when statistics are taken. Adafactor's
+# update: parameter, gradient, roots, with and without a moment, of matrices and of vectors; without statistics 16-bit
+# parameters too, whose roots are two. Its first pass: rows of 512 elements in each dtype, vectors, parameters; its
+# second: gradient, roots, moments of vectors.
+ACCESSES = {
+    ("adamw_kernel", ""): (9, 7),
+    ("adamw_kernel", "Li1Ed"): None,
+    ("adamw_kernel", "Li2Ed"): None,
+    ("sgd_kernel", ""): (5, 3),
+    ("sgd_kernel", "Li1Ed"): None,
+    ("sgd_kernel", "Li2Ed"): None,
+    ("grad_stats_kernel", ""): (3, 0),
+    ("scale_grad_kernel", ""): (3, 3),
+    ("adafactor_kernel", ""): (14, 6),
+    ("adafactor_kernel", "Li0Ef"): (30, 10),
+    ("factor_sums_kernel", ""): (14, 0),
+    ("factor_sums_kernel", "d"): (10, 0),
+    ("factored_rms_kernel", ""): (13, 5),
+    ("factored_rms_kernel", "d"): (3, 1),
+}
+
+
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("stem", ["adamw_kernel", "sgd_kernel", "grad_stats_kernel", "scale_grad_kernel"])
+@pytest.mark.parametrize("stem", sorted({stem for stem, _ in ACCESSES}))
 def test_accesses_of_128_bits(stem: str, arch: int, compiled: dict[tuple[str, int], Compiled]) -> None:
     """In every entry: the loads of fp32, bf16 and fp16 operands, and the stores of what it writes."""
     parts = re.split(r"Function : ", compiled[stem, arch].sass)[1:]
     assert len(parts) == len(compiled[stem, arch].entries)
-    # Loads: AdamW four operands (five with AMSGrad), SGD three; in at least two dtypes of 16 bytes at a time.
-    loads = {"adamw_kernel": 9, "sgd_kernel": 5, "grad_stats_kernel": 3, "scale_grad_kernel": 3}[stem]
-    stores = {"adamw_kernel": 7, "sgd_kernel": 3, "grad_stats_kernel": 0, "scale_grad_kernel": 3}[stem]
     for part in parts:
-        sums_of_wide = re.search(r"kernelILi[12]Ed", part.split("\n", 1)[0])
-        if sums_of_wide:  # float64 goes by 8 bytes when statistics are taken
+        name = part.split("\n", 1)[0]
+        kind = re.search(r"kernelI?((?:Li\d)?E?[df]?)E", name)
+        wanted = ACCESSES.get((stem, kind[1] if kind else ""), ACCESSES[stem, ""])
+        if wanted is None:
             continue
-        assert len(re.findall(r"LDG\.E(?:\.\w+)*\.128", part)) >= loads, part.split("\n", 1)[0]
-        assert len(re.findall(r"STG\.E(?:\.\w+)*\.128", part)) >= stores, part.split("\n", 1)[0]
+        loads, stores = wanted
+        assert len(re.findall(r"LDG\.E(?:\.\w+)*\.128", part)) >= loads, name
+        assert len(re.findall(r"STG\.E(?:\.\w+)*\.128", part)) >= stores, name
 
 
 def test_a_fused_build_is_noticed(tmp_path: Path) -> None:
