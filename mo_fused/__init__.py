@@ -3,6 +3,7 @@
 from ._version import __version__
 from .grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm, grad_stats
 from .optim import SGD, Adafactor, Adam, AdamW
+from .release import gradient_release
 from .scaler import GradScaler
 from .stats import GradStats, ParamStats, StepStats
 
@@ -20,4 +21,5 @@ __all__ = [
     "clip_grads_with_norm_",
     "get_total_norm",
     "grad_stats",
+    "gradient_release",
 ]

@@ -93,6 +93,64 @@ def captured_twice() -> RuntimeError:
     )
 
 
+def release_optimizer(found: str) -> TypeError:
+    return TypeError(
+        message(
+            "gradient_release to get an optimizer of this package",
+            found,
+            "use mo_fused.AdamW, Adam, SGD or Adafactor",
+        )
+    )
+
+
+def release_model(found: str) -> TypeError:
+    return TypeError(message("gradient_release to get a torch.nn.Module", found, "pass the model itself"))
+
+
+def release_ddp() -> ValueError:
+    return ValueError(
+        message(
+            "a model whose gradients are complete when the backward has computed them",
+            "a DistributedDataParallel, which averages them over the processes after that",
+            "train without gradient_release, or without DistributedDataParallel",
+        )
+    )
+
+
+def release_twice() -> ValueError:
+    return ValueError(
+        message(
+            "an optimizer without a gradient release",
+            "one that has one",
+            "call .remove() of the earlier handle first",
+        )
+    )
+
+
+def release_option(name: str, reason: str, remedy: str) -> ValueError:
+    return ValueError(message(f"{name}=False with gradient_release", f"{name}=True, but {reason}", remedy))
+
+
+def release_with_scaler(found: str) -> RuntimeError:
+    return RuntimeError(
+        message(
+            "no loss scaling with gradient_release, which steps parameters before the scaler could look for an inf",
+            found,
+            "train without a GradScaler (bf16 needs none), or call .remove() of the handle",
+        )
+    )
+
+
+def release_second_gradient(name: str, accumulation_steps: int) -> RuntimeError:
+    return RuntimeError(
+        message(
+            f"{accumulation_steps} gradient(s) of {name} between two calls of opt.step() (accumulation_steps)",
+            "one more after the parameter was stepped",
+            "call opt.step() after each step's last backward, or give gradient_release the number of backward passes",
+        )
+    )
+
+
 def sparse_adam() -> RuntimeError:
     return RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import errors
 from .optim.base import FusedOptimizer
 
 
@@ -20,6 +21,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch.amp.GradScaler.step."""
+        self._refuse_release(optimizer)
         try:
             return super().step(optimizer, *args, **kwargs)
         except BaseException:
@@ -27,6 +29,15 @@ class GradScaler(torch.amp.GradScaler):
             for name in ("_found_inf_report", "grad_scale", "found_inf"):
                 optimizer.__dict__.pop(name, None)
             raise
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As torch.amp.GradScaler.unscale_."""
+        self._refuse_release(optimizer)
+        super().unscale_(optimizer)
+
+    def _refuse_release(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.is_enabled() and isinstance(optimizer, FusedOptimizer) and optimizer._release() is not None:
+            raise errors.release_with_scaler("a mo_fused.GradScaler")
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> Any:
         if not isinstance(optimizer, FusedOptimizer):

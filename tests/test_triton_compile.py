@@ -41,11 +41,36 @@ SOME = (
     "finish sgd measured",
     "partial",
     "update_norms gradients",
+    "factor_sums fp32 aligned",
+    "factor_sums bf16 aligned",
+    "factor_sums bf16 vector aligned",
+    "finish adafactor measured",
+    "factors fp32",
+    "factored_rms bf16 aligned",
+    "factored_rms fp32 vector aligned",
+    "sizes",
+    "adafactor fp32 sums=0 aligned",
+    "adafactor bf16 sums=1 aligned",
+    "adafactor fp32 momentum vector sums=1 aligned",
+)
+# Adafactor's passes: what is not aligned, and float64, only here.
+ADAFACTOR_SOME = (
+    "factor_sums fp32 strided",
+    "factor_sums bf16 unaligned",
+    "factored_rms bf16 unaligned",
+    "factored_rms fp32 strided",
+    "adafactor bf16 sums=0 unaligned",
+    "adafactor fp32 momentum sums=1 strided",
+    "adafactor fp32 momentum vector sums=0 unaligned",
 )
 
 
 def is_checked(name: str) -> bool:
     """Everything on sm_90, but for what a variant with more sums or another kernel shows as well."""
+    if name.startswith(("adafactor", "factor")) and not name.endswith(" aligned"):
+        return name in ADAFACTOR_SOME or name.startswith("factors")
+    if name.startswith(("factor_sums", "factored_rms")) and "momentum" in name:  # the first moment is no matter to them
+        return False
     if name.endswith(" aligned"):
         return True
     return "sums=1" not in name and not (name.startswith("sgd") and "sums=2" in name)
@@ -131,6 +156,11 @@ def test_widths_that_are_asked_for(target: Any) -> None:
     assert every["adamw fp32 sums=2 aligned"].loads == (128,) * 4
     assert every["adamw bf16 sums=2 aligned"].loads == (64,) * 4
     assert every["sgd bf16 sums=0 aligned"].stores == (128,)
+    assert every["factor_sums bf16 aligned"].loads == (128,)
+    assert every["factored_rms bf16 vector aligned"].loads == (64, 128)
+    assert every["adafactor bf16 sums=1 aligned"].loads == (128,) * 2
+    assert every["adafactor bf16 vector sums=0 aligned"].loads == (64, 64, 128)
+    assert every["adafactor fp32 momentum sums=1 aligned"].stores == (128,) * 2
 
 
 def test_every_kernel_is_compiled_as_it_is_launched() -> None:
@@ -141,6 +171,7 @@ def test_every_kernel_is_compiled_as_it_is_launched() -> None:
     for target in TARGETS.values():
         assert {f"{v.kernel}_kernel" for v in variants(target).values()} == files
         for variant in variants(target).values():
-            assert variant.keywords["num_warps"] * target.warp_size == 128
+            threads = 512 if variant.kernel == "factors" else 128
+            assert variant.keywords["num_warps"] * target.warp_size == threads
             assert variant.keywords["enable_fp_fusion"] is False
             assert target.nvidia or "maxnreg" not in variant.keywords

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from multiprocessing import get_context
@@ -36,6 +36,10 @@ REGISTERS = 80
 OLD_TRITON = (3, 9)
 OLD_REGISTERS = 128
 """Of an update with sums, by a Triton before 3.9: four blocks fit. It begins more of the sums at the same time."""
+FACTOR_SUMS_REGISTERS = 128
+"""Of Adafactor's first pass over matrices: it has two ways of adding up, and four blocks fit on a multiprocessor."""
+EXP_AND_LOG = (64, 4)
+"""What float64's exp and log, both in Adafactor's finish, are made of at most; on AMD's GPUs each is counted twice."""
 SPILLS = 16
 """Bytes of a thread's registers that may lie in memory in the kernels that are launched once a step, over sums: now and
 then ptxas puts a scalar or two aside for the length of a loop. Updates and statistics have none."""
@@ -111,6 +115,8 @@ class Variant:
     """Most bytes of a thread's registers in memory; None: as many as it takes."""
     integer_division: bool = False
     """On AMD's GPUs, the machine code divides integers by multiplying and adding floats."""
+    library: tuple[int, int] = (0, 0)
+    """Most fused multiply-adds and inexact instructions of functions that come with the compiler."""
 
 
 class _Kernels:
@@ -127,6 +133,7 @@ def _recording(target: Target) -> Iterator[list[tuple[str, dict[str, Any]]]]:
 
     def clear() -> None:
         launcher.shape.cache_clear()
+        launcher.tile_shape.cache_clear()
         launcher.fixed_options.cache_clear()
 
     with (
@@ -142,9 +149,7 @@ def _recording(target: Target) -> Iterator[list[tuple[str, dict[str, Any]]]]:
             clear()
 
 
-def _table(
-    signature: Signature, addressing: str = "aligned", from_tensors: bool = False, tiled: bool = False
-) -> Any:
+def _table(signature: Signature, addressing: str = "aligned", from_tensors: bool = False, tiled: bool = False) -> Any:
     aligned, strided = ADDRESSING[addressing]
     one = Launch(signature, aligned, strided, programs=1, programs_at=0, wide=signature[0] == F64)
     work = SimpleNamespace(chunks_at=0, launches=[one])
@@ -230,7 +235,7 @@ def variants(target: Target) -> dict[str, Variant]:
             launcher.measure(_table(gradient), 0, count_zeros=True)
             add(f"grad_stats {dtype} zeros aligned", gradient, "measure")
         some = ADAMW_SIGNATURES["fp32"]
-        for name, rule in (("adam", ADAM), ("sgd", SGD), ("no rule", NO_RULE)):
+        for name, rule in (("adam", ADAM), ("sgd", SGD), ("no rule", NO_RULE), ("adafactor", ADAFACTOR)):
             launcher.finish(_table(some), 0, _request(rule), False)
             add(f"finish {name}")
             launcher.finish(_table(some), 0, _request(rule, 1.0, True), True)
@@ -239,12 +244,61 @@ def variants(target: Target) -> dict[str, Variant]:
             add(f"finish {name} measured from-tensors")
             launcher.finish(_table(some), 0, _request(rule, 1.0), False, norm=torch.ones((), dtype=torch.float64))
             add(f"finish {name} norm-given")
+            for form in ("", " measured", " measured from-tensors", " norm-given"):
+                if rule == ADAFACTOR:
+                    found[f"finish {name}{form}"] = replace(found[f"finish {name}{form}"], library=EXP_AND_LOG)
         launcher.partial(_table(some), 0, torch.zeros(5, dtype=torch.float64))
         add("partial")
         for gradients in (False, True):
             launcher.update_norms(_table(some), 0, 0, gradients)
             add("update_norms gradients" if gradients else "update_norms")
+        for variant in _adafactor(seen):
+            found[variant.name] = variant
     return found
+
+
+def _adafactor(seen: list[tuple[str, dict[str, Any]]]) -> Iterator[Variant]:
+    """Adafactor's passes in representative forms; ``seen``: the launches of one update."""
+    for dtypes, matrix in ADAFACTOR_SIGNATURES.items():
+        vector: Signature = (*matrix[:3], NONE, matrix[4])
+        for kind, signature in (("", matrix), (" vector", vector)):
+            for addressing in ADDRESSING:
+                table = _table(signature, addressing, tiled=True)
+                launcher.measure(table, 0)
+                for sums in (0, 1):
+                    launcher.update(table, 0, _request(ADAFACTOR), sums)
+                    for kernel, keywords in seen:
+                        named = f"{kernel} {dtypes}{kind}" + (f" sums={sums}" if kernel == "adafactor" else "")
+                        if kernel in ("factor_sums", "factored_rms", "adafactor"):
+                            yield _pass_over_tiles(f"{named} {addressing}", kernel, keywords, signature)
+                        elif kernel == "factors" or dtypes == "fp32":
+                            yield Variant("sizes" if kernel == "sizes" else named, kernel, keywords)
+                    seen.clear()
+    launcher.update(_table(vector, from_tensors=True, tiled=True), 0, _request(ADAFACTOR), 0)
+    yield Variant("sizes from-tensors", *next(one for one in seen if one[0] == "sizes"))
+    seen.clear()
+
+
+def _pass_over_tiles(name: str, kernel: str, keywords: Mapping[str, Any], signature: Signature) -> Variant:
+    p, g, second, columns, first = signature
+    variance = NONE if columns != NONE else second  # read and written by lanes, of vectors alone
+    reads = {"factor_sums": (g,), "factored_rms": (g, variance), "adafactor": (p, g, variance, first)}[kernel]
+    writes = {"factor_sums": (), "factored_rms": (variance,), "adafactor": (p, first)}[kernel]
+    aligned = name.endswith(" aligned")
+    most = FACTOR_SUMS_REGISTERS if kernel == "factor_sums" and columns != NONE else REGISTERS
+    widths = max(BYTES[code] for code in reads if code != NONE)
+    limit = most if aligned and F64 not in signature else None
+    return Variant(
+        name,
+        kernel,
+        keywords,
+        loads=tuple(128 * BYTES[code] // widths for code in reads if code != NONE) if aligned else (),
+        stores=tuple(128 * BYTES[code] // widths for code in writes if code != NONE) if aligned else (),
+        registers=limit,
+        old_registers=limit and OLD_REGISTERS,
+        spills=0 if aligned else None,
+        integer_division=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -422,10 +476,13 @@ def problems(target: Target, variant: Variant, figures: Figures) -> list[str]:
             have = sum(count for w, count in there.items() if w >= bits)
             if have < need:
                 found.append(f"{have} global {what}s of {bits} bits or more, expected {need}, one an operand")
-    if figures.fusion or figures.fused:
-        found.append(f"{figures.fused} fused multiply-adds (fusion allowed: {figures.fusion}), expected none (False)")
-    if figures.inexact:
-        found.append(f"{figures.inexact} inexact or flushing instructions, expected none")
+    fused, inexact = variant.library
+    if figures.fusion or figures.fused > fused:
+        found.append(
+            f"{figures.fused} fused multiply-adds (fusion allowed: {figures.fusion}), expected {fused} (False)"
+        )
+    if figures.inexact > inexact:
+        found.append(f"{figures.inexact} inexact or flushing instructions, expected {inexact}")
     if variant.spills is not None and figures.spills > variant.spills:
         found.append(f"{figures.spills} bytes spilled, expected at most {variant.spills}")
     most = variant.old_registers if figures.version < OLD_TRITON else variant.registers

@@ -60,7 +60,6 @@ THRESHOLD = tl.constexpr(13)
 STEP_KIND = tl.constexpr(14)
 FACTOR_FLAGS = tl.constexpr(15)
 SOURCES = tl.constexpr(16)  # where the second half of the record begins
-SOURCE_F64 = tl.constexpr(1 << 60)  # in the address word of a tensor that stands for a hyper-parameter
 SCALARS = tl.constexpr(16)
 
 # Fields of the result.
@@ -137,20 +136,6 @@ def group_of(row):
 def group_clips(settings, row):
     """1.0 where the row's group takes part in clipping, else 0.0."""
     return tl.load(doubles(settings) + (group_of(row) + 1) * SETTINGS_WORDS + CLIP)
-
-
-@triton.jit
-def hyper(group, NAME, here, FROM_TENSORS: tl.constexpr):
-    """A hyper-parameter of each row's group: a number, or what a tensor on the device holds now."""
-    value = tl.load(group + NAME, mask=here, other=0.0)
-    if FROM_TENSORS:
-        source = tl.load((group + SOURCES + NAME).to(tl.pointer_type(tl.int64)), mask=here, other=0)
-        wide = (source & SOURCE_F64) != 0
-        address = source & (SOURCE_F64 - 1)
-        single = tl.load(address.to(tl.pointer_type(tl.float32)), mask=here & (address != 0) & (wide == 0), other=0.0)
-        double = tl.load(address.to(tl.pointer_type(tl.float64)), mask=here & (address != 0) & wide, other=0.0)
-        value = tl.where(address == 0, value, tl.where(wide, double, single.to(tl.float64)))
-    return value
 
 
 @triton.jit

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 from . import _chunk as t
-from ._chunk import hyper
 from ._rules import clip_coefficient, prepare_adafactor, prepare_adamw, scaled_root
 from ._totals import gradient_totals
 
 ADAM = tl.constexpr(0)
 SGD = tl.constexpr(1)
 ADAFACTOR = tl.constexpr(3)
+SOURCE_F64 = tl.constexpr(1 << 60)  # in the address word of a tensor that stands for a hyper-parameter
 
 
 @triton.jit
@@ -27,6 +27,20 @@ def scalar_or(address, otherwise):
     at = address.to(tl.int64).to(tl.pointer_type(tl.float32))
     there = address.to(tl.int64) != 0
     return tl.where(there, tl.load(at, mask=there, other=0.0).to(tl.float64), otherwise)
+
+
+@triton.jit
+def hyper(group, NAME, here, FROM_TENSORS: tl.constexpr):
+    """A hyper-parameter of each row's group: a number, or what a tensor on the device holds now."""
+    value = tl.load(group + NAME, mask=here, other=0.0)
+    if FROM_TENSORS:
+        source = tl.load((group + t.SOURCES + NAME).to(tl.pointer_type(tl.int64)), mask=here, other=0)
+        wide = (source & SOURCE_F64) != 0
+        address = source & (SOURCE_F64 - 1)
+        single = tl.load(address.to(tl.pointer_type(tl.float32)), mask=here & (address != 0) & (wide == 0), other=0.0)
+        double = tl.load(address.to(tl.pointer_type(tl.float64)), mask=here & (address != 0) & wide, other=0.0)
+        value = tl.where(address == 0, value, tl.where(wide, double, single.to(tl.float64)))
+    return value
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 Launches of a step, whatever the number of tensors and groups: one of statistics (when something needs them before the
 update) and one of the update per dtype signature and kind of addressing, one finish; with ``clip_in_place`` one more
-per signature and kind of addressing, with ``stats`` one more in all.
+per signature and kind of addressing, with ``stats`` one more in all. Adafactor always has the first, reads gradients
+once more per signature before the update, and makes factors (per compute type) and step sizes in launches of their own.
 """
 
 from __future__ import annotations
@@ -245,8 +246,10 @@ def _factor_sums(table: DeviceTable, stats_at: int) -> None:
             FACTORED=columns >= 0,
             ALIGNED=one.aligned,
             STRIDED=one.strided,
-            LANES=4 * THREADS,
-            ROWS=2 if one.wide else 8 if BYTES[g] == 2 else 4,
+            LANES=THREADS if BYTES[g] == 2 else 2 * THREADS,
+            WIDTH=16 // BYTES[g],
+            ROWS=2 if one.wide else 4,
+            COLS=256 if BYTES[g] == 2 else 128,
             **param_sum_shape(p),
             **fixed_options(),
         )
