@@ -27,6 +27,11 @@ COLUMN_STEP = 16
 _FACTORS_OF_A_RUN = 2048
 
 
+def _rounded_up(elements: int) -> int:
+    """So that the norms of columns can be read 16 bytes at a time."""
+    return -(-elements // COLUMN_STEP) * COLUMN_STEP
+
+
 @dataclass(frozen=True)
 class Limits:
     """The largest tiles of a backend."""
@@ -110,16 +115,16 @@ class Tiling:
         f["batch"], f["rows"], f["cols"], f["factored"] = batch, rows, cols, 1
         if batch * rows * cols == 0:
             f["grid_rows"] = f["grid_cols"] = 1
-            f["col_norms"] = batch * rows
+            f["col_norms"] = _rounded_up(batch * rows)
             return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=TILE)
         if rows <= limits.rows and cols <= limits.cols:
             f["grid_rows"] = f["grid_cols"] = 1
-            f["col_norms"] = batch * rows
+            f["col_norms"] = _rounded_up(batch * rows)
             whole = max(1, limits.together // (rows * cols))
             first = np.arange(0, batch, whole, dtype=np.int64)
             tiles = np.zeros(len(first), dtype=TILE)
             tiles["rows"], tiles["cols"] = np.minimum(whole, batch - first) * rows, cols
-            tiles["row_norms"], tiles["col_norms"] = first * rows, batch * rows + first * cols
+            tiles["row_norms"], tiles["col_norms"] = first * rows, f["col_norms"] + first * cols
             return first * rows * cols, tiles
         grid_cols = -(-cols // limits.cols)
         width = -(-cols // (grid_cols * COLUMN_STEP)) * COLUMN_STEP
@@ -128,7 +133,7 @@ class Tiling:
         height = -(-rows // grid_rows)
         grid_rows = -(-rows // height)
         f["grid_rows"], f["grid_cols"] = grid_rows, grid_cols
-        f["col_norms"] = grid_cols * batch * rows
+        f["col_norms"] = _rounded_up(grid_cols * batch * rows)
         b, i, j = (x.reshape(-1) for x in np.mgrid[0:batch, 0:grid_rows, 0:grid_cols])
         tiles = np.zeros(len(b), dtype=TILE)
         tiles["rows"] = np.minimum(height, rows - i * height)

@@ -38,8 +38,6 @@ OLD_REGISTERS = 128
 """Of an update with sums, by a Triton before 3.9: four blocks fit. It begins more of the sums at the same time."""
 FACTOR_SUMS_REGISTERS = 128
 """Of Adafactor's first pass over matrices: it has two ways of adding up, and four blocks fit on a multiprocessor."""
-EXP_AND_LOG = (64, 4)
-"""What float64's exp and log, both in Adafactor's finish, are made of at most; on AMD's GPUs each is counted twice."""
 SPILLS = 16
 """Bytes of a thread's registers that may lie in memory in the kernels that are launched once a step, over sums: now and
 then ptxas puts a scalar or two aside for the length of a loop. Updates and statistics have none."""
@@ -115,8 +113,6 @@ class Variant:
     """Most bytes of a thread's registers in memory; None: as many as it takes."""
     integer_division: bool = False
     """On AMD's GPUs, the machine code divides integers by multiplying and adding floats."""
-    library: tuple[int, int] = (0, 0)
-    """Most fused multiply-adds and inexact instructions of functions that come with the compiler."""
 
 
 class _Kernels:
@@ -244,9 +240,6 @@ def variants(target: Target) -> dict[str, Variant]:
             add(f"finish {name} measured from-tensors")
             launcher.finish(_table(some), 0, _request(rule, 1.0), False, norm=torch.ones((), dtype=torch.float64))
             add(f"finish {name} norm-given")
-            for form in ("", " measured", " measured from-tensors", " norm-given"):
-                if rule == ADAFACTOR:
-                    found[f"finish {name}{form}"] = replace(found[f"finish {name}{form}"], library=EXP_AND_LOG)
         launcher.partial(_table(some), 0, torch.zeros(5, dtype=torch.float64))
         add("partial")
         for gradients in (False, True):
@@ -476,13 +469,10 @@ def problems(target: Target, variant: Variant, figures: Figures) -> list[str]:
             have = sum(count for w, count in there.items() if w >= bits)
             if have < need:
                 found.append(f"{have} global {what}s of {bits} bits or more, expected {need}, one an operand")
-    fused, inexact = variant.library
-    if figures.fusion or figures.fused > fused:
-        found.append(
-            f"{figures.fused} fused multiply-adds (fusion allowed: {figures.fusion}), expected {fused} (False)"
-        )
-    if figures.inexact > inexact:
-        found.append(f"{figures.inexact} inexact or flushing instructions, expected {inexact}")
+    if figures.fusion or figures.fused:
+        found.append(f"{figures.fused} fused multiply-adds (fusion allowed: {figures.fusion}), expected 0 (False)")
+    if figures.inexact:
+        found.append(f"{figures.inexact} inexact or flushing instructions, expected 0")
     if variant.spills is not None and figures.spills > variant.spills:
         found.append(f"{figures.spills} bytes spilled, expected at most {variant.spills}")
     most = variant.old_registers if figures.version < OLD_TRITON else variant.registers

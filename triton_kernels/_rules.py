@@ -14,6 +14,9 @@ F16 = tl.constexpr(2)
 F64 = tl.constexpr(3)
 NONE = tl.constexpr(-1)
 
+LN2_HIGH = tl.constexpr(float.fromhex("0x1.62e42feep-1"))
+LN2_LOW = tl.constexpr(float.fromhex("0x1.a39ef35793c76p-33"))
+
 
 # -- portable.h -------------------------------------------------------------------------------------------------------
 
@@ -45,6 +48,30 @@ def integer_power(base, n):
         base = base * base
         n = n >> 1
     return result
+
+
+@triton.jit
+def real_power(base, exponent):
+    """base**exponent for base > 0, for every lane, with the bits of real_power of portable.h."""
+    bits = base.to(tl.int64, bitcast=True)
+    k = (bits >> 52) - 1023
+    m = ((bits & 0x000FFFFFFFFFFFFF) | 0x3FF0000000000000).to(tl.float64, bitcast=True)
+    k = tl.where(m > 1.4142135623730951, k + 1, k)
+    m = tl.where(m > 1.4142135623730951, m * 0.5, m)
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    series = tl.zeros_like(z) + 1.0 / 25.0
+    for j in tl.static_range(12):
+        series = series * z + 1.0 / (23.0 - 2.0 * j)
+    scale = k.to(tl.float64)
+    x = exponent * (scale * LN2_HIGH + (scale * LN2_LOW + (s + s) * series))
+    n = (x * 1.4426950408889634 + tl.where(x < 0.0, -0.5, 0.5)).to(tl.int64)
+    power = n.to(tl.float64)
+    r = (x - power * LN2_HIGH) - power * LN2_LOW
+    result = tl.zeros_like(r) + 1.0
+    for j in tl.static_range(15):
+        result = 1.0 + r * result / (15.0 - j)
+    return result * ((n + 1023) << 52).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -185,7 +212,7 @@ def prepare_adafactor(lr, beta2, eps, weight_decay, kind, flags, step, dtype):
     cap = tl.where(kind == CAPPED, lr, tl.where(kind == RELATIVE, 1e-2, 1e-6 * count))
     capped = (kind == CAPPED) | (kind == RELATIVE) | (kind == WARM_UP)
     relative = tl.where(capped, tl.where(root < cap, root, cap), lr)
-    rest = tl.exp(beta2 * tl.log(count))
+    rest = real_power(count, beta2)
     eps_added = (flags & EPS_ADDED) != 0
     added = tl.where(eps_added, eps, 0.0)
     floor = tl.where(eps_added, 0.0, eps)
