@@ -10,9 +10,14 @@ namespace mo {
 
 // Element types that the kernels read and write.
 enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kDTypes = 4 };
+// Element types of the rest of a weight that its parameter does not hold.
+enum RestType : int32_t { kI16 = 4, kI8 = 5 };
 
 // Operands of a row, in the order of Row::dtype and Layout::stride.
-enum Operand : int32_t { kParam = 0, kGrad = 1, kState0 = 2, kState1 = 3, kState2 = 4, kOperands = 5 };
+enum Operand : int32_t { kParam = 0, kGrad = 1, kState0 = 2, kState1 = 3, kState2 = 4, kMaster = 5, kOperands = 6 };
+
+// Where the part of a weight lies that a 16-bit parameter does not hold; see rules/master.h.
+enum MasterMode : uint8_t { kNoMaster = 0, kMaster32 = 1, kSplit = 2, kSplit8 = 3, kKahan = 4, kStochastic = 5 };
 
 enum RowFlag : int32_t {
   kActive = 1,   // has a gradient this step
@@ -33,7 +38,8 @@ struct Row {
   uint64_t step;    // address of the 0-dim step counter, 0 where the rule has none
   uint64_t layout;  // address of a Layout, 0 when every operand is dense in the same element order
   int64_t numel;
-  uint8_t dtype[8];  // DType of each Operand
+  uint8_t dtype[7];  // DType of each Operand (of kMaster also a RestType), and one unused
+  uint8_t master_mode;
   int32_t group;     // index into the Hyper table
   int32_t flags;     // RowFlag bits
   int64_t first_chunk;
@@ -41,9 +47,11 @@ struct Row {
   int64_t scalars;  // written by the finish: which RowScalars it uses
   uint64_t fresh;   // on a device: address of an int32, 1 while the momentum buffer holds no value; 0 where there is none
   uint64_t factored;  // Adafactor: address of a Factored
+  uint64_t master;    // the rest of the weights, or 0
+  uint64_t stream;    // of random numbers: from the seed and the parameter's position
   uint64_t reserved;
 };
-static_assert(sizeof(Row) == 128, "Row is mirrored by mo_fused/table.py");
+static_assert(sizeof(Row) == 144, "Row is mirrored by mo_fused/table.py");
 
 // How to walk a row whose operands differ in element order. Dimensions are coalesced, outermost first; for Adafactor in
 // the order of the shape, so that an element's index tells its matrix, row and column.
@@ -137,6 +145,8 @@ struct RowScalars {
   double coef;   // multiplies the gradient: clip coefficient / grad_scale, negative to maximize
   double scale;  // the same without the sign, for writing gradients back
   double a[8];   // per rule: see the headers in rules/
+  int64_t step;  // the row's counter after this step; 0 where it has none
+  int64_t reserved;
 };
 
 enum Phase : int32_t { kMeasure = 1, kFinish = 2, kUpdate = 4, kScale = 8 };
@@ -191,7 +201,7 @@ constexpr uint64_t kSourceF64 = uint64_t(1) << 60;
 struct DeviceScalars {
   RowScalars scalars;
   int64_t fresh;  // the momentum buffer holds no value yet
-  int64_t reserved[5];
+  int64_t reserved[3];
 };
 static_assert(sizeof(DeviceScalars) == 128, "mirrored by table.py");
 

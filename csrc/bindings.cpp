@@ -92,13 +92,14 @@ PYBIND11_MODULE(_native, m) {
   m.def(
       "refresh_rows",
       [](const py::tuple& api, const py::list& params, const py::list& states, const py::tuple& keys, bool has_step,
-         const py::list& grads, uint64_t seen, uint64_t flags, uint64_t rows) {
+         const py::list& grads, uint64_t seen, uint64_t flags, uint64_t places, uint64_t rows) {
         return checked(mo::refresh_rows(api.ptr(), params.ptr(), states.ptr(), keys.ptr(), has_step, grads.ptr(),
                                         reinterpret_cast<const uint64_t*>(seen),
-                                        reinterpret_cast<const int32_t*>(flags), reinterpret_cast<mo::Row*>(rows)));
+                                        reinterpret_cast<const int32_t*>(flags),
+                                        reinterpret_cast<const int32_t*>(places), reinterpret_cast<mo::Row*>(rows)));
       },
       py::arg("api"), py::arg("params"), py::arg("states"), py::arg("keys"), py::arg("has_step"), py::arg("grads"),
-      py::arg("seen"), py::arg("flags"), py::arg("rows"),
+      py::arg("seen"), py::arg("flags"), py::arg("places"), py::arg("rows"),
       "Writes the present addresses of all rows; sums of 1: more than addresses changed, 2: a gradient is not contiguous, 4: one is missing.");
   m.def(
       "same_items", [](const py::list& a, const py::list& b) { return mo::same_items(a.ptr(), b.ptr()); }, py::arg("a"),

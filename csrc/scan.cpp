@@ -88,15 +88,15 @@ int64_t scan(PyObject* api, PyObject* items, TensorRecord* out) {
 }
 
 int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject* keys, bool has_step, PyObject* grads,
-                     const uint64_t* seen, const int32_t* flags, Row* rows) {
+                     const uint64_t* seen, const int32_t* flags, const int32_t* places, Row* rows) {
   const Exchange exchange(api);
   if (!exchange.api) return -1;
   static PyObject* const grad_name = PyUnicode_InternFromString("grad");
   const Py_ssize_t n = PyList_GET_SIZE(params);
   const Py_ssize_t n_keys = PyTuple_GET_SIZE(keys);
   const Py_ssize_t slots = n_keys - (has_step ? 1 : 0);
-  if (slots > 6 || PyList_GET_SIZE(states) != n || PyList_GET_SIZE(grads) != n) {
-    PyErr_SetString(PyExc_ValueError, "refresh_rows: expected lists of one length and at most six slots");
+  if (PyList_GET_SIZE(states) != n || PyList_GET_SIZE(grads) != n) {
+    PyErr_SetString(PyExc_ValueError, "refresh_rows: expected lists of one length");
     return -1;
   }
   int64_t result = 0;
@@ -129,7 +129,7 @@ int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject
       if (!item && PyErr_Occurred()) return -1;
       exchange.record(item, r);
       if (r.layout != expected) return kRowsChanged;
-      (k < slots ? row.state[k % 3] : row.step) = r.address;
+      (k >= slots ? row.step : places[k] == kMaster ? row.master : row.state[places[k] - kState0]) = r.address;
     }
   }
   return result;

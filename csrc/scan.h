@@ -34,10 +34,10 @@ enum RefreshResult : int64_t { kRowsChanged = 1, kStridedGradient = 2, kMissingG
 
 // Writes the present addresses and flags of all rows, unless something else than an address has changed: then returns
 // kRowsChanged at once (the rows have to be planned again). `keys`: names of the state slots, the step last where
-// has_step; of more than three slots, a row has at most one of those three apart, which share a place in Row::state. `seen`: layout hashes that the rows were planned for, [2 + len(keys)][n]: parameters, gradients, keys; 0 for a
+// has_step; `places`: for each slot its Operand, which slots that no row has together may share. `seen`: layout hashes that the rows were planned for, [2 + len(keys)][n]: parameters, gradients, keys; 0 for a
 // slot that a row does not have. `flags`: RowFlag bits beside kActive. `grads` receives the gradients.
 int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject* keys, bool has_step, PyObject* grads,
-                     const uint64_t* seen, const int32_t* flags, Row* rows);
+                     const uint64_t* seen, const int32_t* flags, const int32_t* places, Row* rows);
 
 // Whether two lists hold the same objects.
 bool same_items(PyObject* a, PyObject* b);

@@ -20,7 +20,7 @@ from .factored import FACTORED, Tiling
 from .stats import RESULT_WIDTH, RING
 from .table import DEVICE_SCALARS, LAYOUT_WORDS, ROW, SETTINGS_WORDS, STAT_COLUMNS
 
-Signature = tuple[int, int, int, int, int]
+Signature = tuple[int, int, int, int, int, int]
 """Codes of the dtypes of parameter, gradient and state slots (csrc/abi.h); -1: the row has no such operand."""
 
 SOURCE_F64 = 1 << 60
@@ -263,7 +263,7 @@ class DeviceTable:
         if not self._split:
             self._deal_out(self._wide.astype(np.int64) << 2)
             return
-        addresses = r["param"] | r["grad"] | r["state"][:, 0] | r["state"][:, 1] | r["state"][:, 2]
+        addresses = r["param"] | r["grad"] | r["state"][:, 0] | r["state"][:, 1] | r["state"][:, 2] | r["master"]
         aligned = ((addresses & 15) == 0) & ~self._strided
         if self.tiling is not None:  # rows of a matrix begin at multiples of 16 bytes too
             aligned &= self.tiling.factored["cols"] * self.tiling.factored["factored"] % 8 == 0
@@ -305,7 +305,7 @@ class DeviceTable:
                 signature = self._kinds[k >> 2]
                 launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at, signature[0] == 3))
             else:
-                launches.append(Launch((-1, -1, -1, -1, -1), False, False, programs, at, bool(k >> 2)))
+                launches.append(Launch((-1, -1, -1, -1, -1, -1), False, False, programs, at, bool(k >> 2)))
             at += 4 * (programs + 1)
         return Work(chunks_tensor.data_ptr(), launches, [chunks_tensor, edges_tensor])
 

@@ -30,6 +30,26 @@ def missing_backend(name: str, reason: str, remedy: str) -> MissingBackendError:
     return MissingBackendError(message(f"the backend {name!r} to be usable", reason, remedy))
 
 
+def master_of_fp16(name: str, mode: str) -> ValueError:
+    return ValueError(
+        message(
+            f"bf16 parameters with master_weights={mode!r}",
+            f"float16 in {name}",
+            "use 'fp32', 'kahan' or 'stochastic' for fp16 parameters",
+        )
+    )
+
+
+def master_on_triton() -> RuntimeError:
+    return RuntimeError(
+        message(
+            "a backend that has kernels for master_weights (cpu, cuda, eager)",
+            "'triton'",
+            "build with nvcc for the CUDA kernels, or leave master_weights out",
+        )
+    )
+
+
 def bad_option(name: str, expected: str, found: object, remedy: str) -> ValueError:
     return ValueError(message(f"{name} to be {expected}", repr(found), remedy))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 MAX_DIMS = 8
-OPERANDS = 5
+OPERANDS = 6
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Plan:
     """The part of a row that follows from dtypes, sizes and strides."""
 
     numel: int
-    dtypes: tuple[int, int, int, int, int]
+    dtypes: tuple[int, int, int, int, int, int]
     """Codes of csrc/abi.h; -1 where there is no such operand."""
     layout: list[int] | None
     """Words of a Layout record (csrc/abi.h), or None when the operands are dense in one and the same order."""
@@ -63,7 +63,7 @@ def _may_overlap(strides: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def walking_order(operands: Sequence[Tensor | None], written: Sequence[int], keep_order: bool = False) -> Order:
-    """How to walk the given operands (param, grad, state0..2) together; all that are there have the same sizes.
+    """How to walk the given operands (param, grad, state0..2, master) together; all that are there have the same sizes.
 
     Args:
         written: positions of those that are written.

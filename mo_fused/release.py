@@ -331,6 +331,7 @@ class _Single:
     def __init__(self, opt: FusedOptimizer, param: Tensor) -> None:
         self.param = param
         self.group = self.at = 0
+        self.first_position = 0
         self.fired = 0  # since the last opt.step()
         self._rule = opt._rule
         self.defaults = opt.defaults
@@ -349,12 +350,17 @@ class _Single:
     def refresh(self, opt: FusedOptimizer) -> list[Tensor | None]:
         """Takes over what the group says now, and brings the row up to date."""
         self.param_groups = [{**opt.param_groups[self.group], "params": [self.param]}]
+        self.first_position = self.position(opt)
         if self.state.everything is not opt.state:
             self.state = _OwnState(self.param, opt.state)
         return self.rows.refresh(cast(FusedOptimizer, self))
 
+    def position(self, opt: FusedOptimizer) -> int:
+        """In the order of the state_dict."""
+        return sum(len(g["params"]) for g in opt.param_groups[: self.group]) + self.at
+
     def name(self, opt: FusedOptimizer) -> str:
-        return opt._name(self.group, sum(len(g["params"]) for g in opt.param_groups[: self.group]) + self.at)
+        return opt._name(self.group, self.position(opt))
 
     def _name(self, group: int, position: int) -> str:
         opt = self._opt()

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .optim.rules import Rule
 
 Group = dict[str, Any]
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""What ``state_dtype`` may be, and the dtype of the moments then."""
 
 
 def step_dtype(group: Group) -> torch.dtype:
@@ -42,13 +44,20 @@ def ensure_step(state: dict[str, Any], param: Tensor, group: Group) -> None:
         state["step"] = torch.tensor(float(value), dtype=step_dtype(group), device=device)
 
 
-def ensure_slots(state: dict[str, Any], param: Tensor, keys: Sequence[str]) -> bool:
-    """Makes the slots that are missing, as zeros like the parameter; True when one was made."""
+def ensure_slots(state: dict[str, Any], param: Tensor, keys: Sequence[str], state_dtype: str | None = None) -> bool:
+    """Makes the slots that are missing, as zeros like the parameter; True when one was made.
+
+    Where ``state_dtype`` names a dtype, slots of another one are converted.
+    """
     made = False
+    dtype = None if state_dtype is None or param.is_complex() else STATE_DTYPES[state_dtype]
     for key in keys:
-        if state.get(key) is None:
-            state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        value = state.get(key)
+        if value is None:
+            state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             made = True
+        elif dtype is not None and type(value) is Tensor and value.dtype != dtype:
+            state[key] = value.to(dtype)
     return made
 
 

@@ -18,8 +18,8 @@ from . import dispatch, errors
 from .factored import FACTORED, TILE, Tiling
 from .layout import walking_order
 
-OPERANDS = 5  # param, grad, state0..2
-GRAD = 1  # place among the operands
+OPERANDS = 6  # param, grad, state0..2, the rest of the weights
+GRAD, STATE0, MASTER = 1, 2, 5  # places among the operands
 
 # Mirrors of the structs in csrc/abi.h and csrc/scan.h; check_abi compares the sizes with the library's.
 ROW = np.dtype(
@@ -30,7 +30,8 @@ ROW = np.dtype(
         ("step", "u8"),
         ("layout", "u8"),
         ("numel", "i8"),
-        ("dtype", "u1", (8,)),
+        ("dtype", "u1", (7,)),
+        ("master_mode", "u1"),
         ("group", "i4"),
         ("flags", "i4"),
         ("first_chunk", "i8"),
@@ -38,6 +39,8 @@ ROW = np.dtype(
         ("scalars", "i8"),
         ("fresh", "u8"),
         ("factored", "u8"),
+        ("master", "u8"),
+        ("stream", "u8"),
         ("reserved", "u8"),
     ]
 )
@@ -122,7 +125,7 @@ BATCHES = 128
 # A thread is woken for at least this many elements: below some 50 us of work, waking it, and sharing its core with
 # another library's spinning threads, costs more than it brings.
 ELEMENTS_PER_THREAD = 8 * CHUNK_ELEMENTS
-ROW_SCALARS_SIZE = 80
+ROW_SCALARS_SIZE = 96
 CHUNK_STATS_SIZE = 64
 
 ACTIVE, FRESH, STEP_F64, GRAD_SHARED, SCALES_SHARED, PARAM_UNKNOWN = 1, 2, 4, 8, 16, 32
@@ -190,6 +193,7 @@ def refresh_rows(
     has_step: bool,
     seen: np.ndarray[Any, Any],
     flags: np.ndarray[Any, Any],
+    places: np.ndarray[Any, Any],
 ) -> tuple[list[Tensor | None], int]:
     """Writes the present addresses and flags of all rows (csrc/scan.h): the gradients, and what was noticed.
 
@@ -200,7 +204,7 @@ def refresh_rows(
         native = dispatch.native()
         assert native is not None
         grads: list[Tensor | None] = [None] * len(params)
-        where = (seen.ctypes.data, flags.ctypes.data, rows.ctypes.data)
+        where = (seen.ctypes.data, flags.ctypes.data, places.ctypes.data, rows.ctypes.data)
         return grads, int(native.refresh_rows(exchange, params, states, keys, has_step, grads, *where))
     grads = [p.grad for p in params]
     now = np.zeros(seen.shape, dtype=RECORD)
@@ -215,8 +219,10 @@ def refresh_rows(
     address = np.where(seen == 0, np.uint64(0), now["address"])
     rows["param"], rows["grad"] = address[0], now["address"][1]
     slots = len(keys) - has_step
-    for k in range(slots):  # of more than three, a row has one of those three apart
-        rows["state"][:, k % 3] = np.where(seen[2 + k] == 0, rows["state"][:, k % 3] if k > 2 else 0, address[2 + k])
+    for k in range(slots):
+        there = seen[2 + k] != 0
+        column = rows["master"] if places[k] == MASTER else rows["state"][:, places[k] - STATE0]
+        column[there] = address[2 + k][there]
     if has_step:
         rows["step"] = address[2 + slots]
     rows["flags"] = flags | np.where(active, ACTIVE, 0)

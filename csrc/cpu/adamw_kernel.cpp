@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cpu/kernels.h"
+#include "cpu/master.h"
 #include "cpu/span.h"
 #include "cpu/update_sums.h"
 #include "rules/adamw.h"
@@ -107,6 +108,47 @@ void mixed(const Row& row, const Span& a, const RowScalars& rs, UpdateSums* sums
   }
 }
 
+// Weights that are finer than their parameter.
+template <bool Amsgrad, bool Stats>
+void weighted(const Row& row, const Chunk& chunk, const RowScalars& rs, unsigned state, ChunkStats* stats) {
+  const AdamScalars<float> s(rs);
+  for_each_weight(row, chunk, rs, state, stats, [&](float (&tile)[kOperands][kTile], int64_t n, UpdateSums* sums) {
+    adamw_kernel<float, Amsgrad, Stats>(tile[kParam], tile[kGrad], tile[kState0], tile[kState1], tile[kState2], n, s, sums);
+  });
+}
+
+// Split weights with bf16 gradients and moments, dense and without statistics: no tiles. Returns how many elements it took.
+int64_t split_of_bf16(const Row& row, const Chunk& chunk, const RowScalars& rs) {
+  constexpr int two = 2 * Vec<float>::width;
+  const AdamScalars<float> s(rs);
+  uint16_t* p = reinterpret_cast<uint16_t*>(row.param) + chunk.start;
+  int16_t* low = reinterpret_cast<int16_t*>(row.master) + chunk.start;
+  const bf16* g = reinterpret_cast<const bf16*>(row.grad) + chunk.start;
+  bf16* m = reinterpret_cast<bf16*>(row.state[0]) + chunk.start;
+  bf16* v = reinterpret_cast<bf16*>(row.state[1]) + chunk.start;
+  int64_t i = 0;
+  for (; i + two <= chunk.length; i += two) {
+    f32v pa, pb, ga, gb, ma, mb, va, vb, unused = {}, update;
+    load2_split(p + i, low + i, pa, pb);
+    load2<Order::kEvenOdd>(g + i, ga, gb);
+    load2<Order::kEvenOdd>(m + i, ma, mb);
+    load2<Order::kEvenOdd>(v + i, va, vb);
+    adamw_update<false>(pa, ga, ma, va, unused, update, s);
+    adamw_update<false>(pb, gb, mb, vb, unused, update, s);
+    store2_split(p + i, low + i, pa, pb);
+    store2<Order::kEvenOdd>(m + i, ma, mb);
+    store2<Order::kEvenOdd>(v + i, va, vb);
+  }
+  return i;
+}
+
+bool is_split_of_bf16(const Row& row) {
+  for (int op = kParam; op <= kState1; ++op) {
+    if (row.dtype[op] != kBF16) return false;
+  }
+  return row.master_mode == kSplit && row.layout == 0;
+}
+
 using Function = void (*)(const Row&, const Span&, const RowScalars&, UpdateSums*);
 
 template <bool Amsgrad, bool Stats>
@@ -132,6 +174,13 @@ void launch_adamw(const Row& row, const Chunk& chunk, const RowScalars& rs, bool
   const Function run = amsgrad ? (stats ? choose<true, true>(row) : choose<true, false>(row))
                                : (stats ? choose<false, true>(row) : choose<false, false>(row));
   const unsigned state = 1u << kState0 | 1u << kState1 | (amsgrad ? 1u << kState2 : 0u);
+  if (row.master_mode != kNoMaster) {
+    const auto run = amsgrad ? (stats ? weighted<true, true> : weighted<true, false>)
+                             : (stats ? weighted<false, true> : weighted<false, false>);
+    const int64_t done = !amsgrad && !stats && is_split_of_bf16(row) ? split_of_bf16(row, chunk, rs) : 0;
+    if (done == chunk.length) return;
+    return run(row, Chunk{chunk.start + done, chunk.row, int32_t(chunk.length - done)}, rs, state, stats);
+  }
   const unsigned written = 1u << kParam | state;
   UpdateSums sums;
   for_each_span(row, chunk, written | 1u << kGrad, written, [&](const Span& a) { run(row, a, rs, &sums); });

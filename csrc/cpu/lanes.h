@@ -189,6 +189,70 @@ MO_RULE void store2(S* p, const V& a, const V& b) {
   }
 }
 
+// Integers of 16 and 8 bits as 32, and the lower bits of 32 back. The instructions for the same reason as for bf16.
+MO_RULE u32v load_wide(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (u32v)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  return (u32v)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+#else
+  u16v h;
+  memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, u32v);
+#endif
+}
+MO_RULE u32v load_wide(const int16_t* p) {
+  return (u32v)((i32v)(load_wide(reinterpret_cast<const uint16_t*>(p)) << 16) >> 16);
+}
+MO_RULE u32v load_wide(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (u32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (u32v)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  u32v r = {};
+  for (int i = 0; i < Vec<float>::width; ++i) r[i] = uint32_t(int32_t(p[i]));
+  return r;
+#endif
+}
+MO_RULE void store_low(uint16_t* p, const u32v& x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)x));
+#else
+  const u16v h = __builtin_convertvector(x, u16v);
+  memcpy(p, &h, sizeof h);
+#endif
+}
+MO_RULE void store_low(int16_t* p, const u32v& x) { store_low(reinterpret_cast<uint16_t*>(p), x); }
+MO_RULE void store_low(int8_t* p, const u32v& x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+  for (int i = 0; i < Vec<float>::width; ++i) p[i] = int8_t(x[i]);
+#endif
+}
+// The same of one number, so that loops over vectors can end with single elements.
+MO_RULE uint32_t load_one(const uint16_t* p) { return *p; }
+MO_RULE uint32_t load_one(const int16_t* p) { return uint32_t(int32_t(*p)); }
+MO_RULE uint32_t load_one(const int8_t* p) { return uint32_t(int32_t(*p)); }
+
+// Weights of 32 bits in two arrays of 16 (rules/master.h, split), two vectors at once in the order of kEvenOdd.
+MO_RULE void load2_split(const uint16_t* upper, const int16_t* low, f32v& a, f32v& b) {
+  u32v u, l;
+  memcpy(&u, upper, sizeof u);
+  memcpy(&l, low, sizeof l);
+  a = (f32v)((u << 16) + (u32v)((i32v)(l << 16) >> 16));
+  b = (f32v)((u & 0xffff0000u) + (u32v)((i32v)l >> 16));
+}
+MO_RULE void store2_split(uint16_t* upper, int16_t* low, const f32v& a, const f32v& b) {
+  // As in store2, a NaN has a lower half of zeros: rounding does not carry it over, and its remainder is 0.
+  const u32v ua = (u32v)a, ub = (u32v)b;
+  const u32v u = ((ua + 0x8000u) >> 16) | ((ub + 0x8000u) & 0xffff0000u);
+  const u32v l = (ua & 0xffffu) | (ub << 16);
+  memcpy(upper, &u, sizeof u);
+  memcpy(low, &l, sizeof l);
+}
+
 // What storage of type S keeps of a computed value, back in the compute type.
 template <class S, class V>
 MO_RULE V stored_value(const S*, const V& x) {

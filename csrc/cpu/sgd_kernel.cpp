@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cpu/kernels.h"
+#include "cpu/master.h"
 #include "cpu/span.h"
 #include "cpu/update_sums.h"
 #include "rules/sgd.h"
@@ -91,6 +92,17 @@ void mixed(const Row& row, const Span& a, const RowScalars& rs, UpdateSums* sums
   }
 }
 
+// Weights that are finer than their parameter.
+template <bool Momentum, bool Stats>
+void weighted(const Row& row, const Chunk& chunk, const RowScalars& rs, ChunkStats* stats) {
+  const SgdScalars<float> s(rs);
+  const bool fresh = row.flags & kFresh;
+  const unsigned state = Momentum ? 1u << kState0 : 0u;
+  for_each_weight(row, chunk, rs, state, stats, [&](float (&tile)[kOperands][kTile], int64_t n, UpdateSums* sums) {
+    sgd_kernel<float, Momentum, Stats>(tile[kParam], tile[kGrad], tile[kState0], n, s, fresh, sums);
+  });
+}
+
 using Function = void (*)(const Row&, const Span&, const RowScalars&, UpdateSums*);
 
 template <bool Momentum, bool Stats>
@@ -112,6 +124,11 @@ Function choose(const Row& r) {
 
 void launch_sgd(const Row& row, const Chunk& chunk, const RowScalars& rs, ChunkStats* stats) {
   const bool momentum = row.state[0] != 0;
+  if (row.master_mode != kNoMaster) {
+    const auto run = momentum ? (stats ? weighted<true, true> : weighted<true, false>)
+                              : (stats ? weighted<false, true> : weighted<false, false>);
+    return run(row, chunk, rs, stats);
+  }
   const Function run = momentum ? (stats ? choose<true, true>(row) : choose<true, false>(row))
                                 : (stats ? choose<false, true>(row) : choose<false, false>(row));
   const unsigned written = 1u << kParam | (momentum ? 1u << kState0 : 0u);

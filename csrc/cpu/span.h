@@ -14,7 +14,7 @@ namespace MO_ISA {
 
 constexpr int64_t kTile = 2048;  // elements; five float64 tiles are 80 KiB, within L2 everywhere
 
-MO_RULE int64_t item_size(int dtype) { return dtype == kF64 ? 8 : dtype == kF32 ? 4 : 2; }
+MO_RULE int64_t item_size(int dtype) { return dtype == kF64 ? 8 : dtype == kF32 ? 4 : dtype == kI8 ? 1 : 2; }
 
 // Calls visit(element offset of this operand, position in the tile, run length, inner stride) for the elements
 // [start, start + n) in walking order.
@@ -63,23 +63,25 @@ inline void scatter_as(const T* tile, uint64_t base, const Layout& l, int operan
 inline void gather(void* tile, int64_t size, uint64_t base, const Layout& l, int op, int64_t start, int64_t n) {
   if (size == 8) return gather_as(static_cast<uint64_t*>(tile), base, l, op, start, n);
   if (size == 4) return gather_as(static_cast<uint32_t*>(tile), base, l, op, start, n);
+  if (size == 1) return gather_as(static_cast<uint8_t*>(tile), base, l, op, start, n);
   gather_as(static_cast<uint16_t*>(tile), base, l, op, start, n);
 }
 
 inline void scatter(const void* tile, int64_t size, uint64_t base, const Layout& l, int op, int64_t start, int64_t n) {
   if (size == 8) return scatter_as(static_cast<const uint64_t*>(tile), base, l, op, start, n);
   if (size == 4) return scatter_as(static_cast<const uint32_t*>(tile), base, l, op, start, n);
+  if (size == 1) return scatter_as(static_cast<const uint8_t*>(tile), base, l, op, start, n);
   scatter_as(static_cast<const uint16_t*>(tile), base, l, op, start, n);
 }
 
-// A span of n elements: one pointer per operand, null where the row has none.
+// A span of n elements from `start` on, in walking order: one pointer per operand, null where the row has none.
 struct Span {
   void* at[kOperands];
-  int64_t n;
+  int64_t n, start;
 };
 
 MO_RULE uint64_t operand_address(const Row& row, int op) {
-  return op == kParam ? row.param : op == kGrad ? row.grad : row.state[op - kState0];
+  return op == kParam ? row.param : op == kGrad ? row.grad : op == kMaster ? row.master : row.state[op - kState0];
 }
 
 // Cuts a chunk into spans, calls body(span) on each, and writes back what was copied; `written` has a bit per operand.
@@ -92,6 +94,7 @@ inline void for_each_span(const Row& row, const Chunk& chunk, unsigned used, uns
       span.at[op] = base ? reinterpret_cast<void*>(base + chunk.start * item_size(row.dtype[op])) : nullptr;
     }
     span.n = chunk.length;
+    span.start = chunk.start;
     body(span);
     return;
   }
@@ -100,6 +103,7 @@ inline void for_each_span(const Row& row, const Chunk& chunk, unsigned used, uns
   for (int64_t done = 0; done < chunk.length; done += kTile) {
     const int64_t start = chunk.start + done;
     span.n = chunk.length - done < kTile ? chunk.length - done : kTile;
+    span.start = start;
     for (int op = 0; op < kOperands; ++op) {
       const uint64_t base = used >> op & 1 ? operand_address(row, op) : 0;
       const int64_t size = item_size(row.dtype[op]);

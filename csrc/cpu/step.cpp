@@ -126,6 +126,7 @@ struct Step {
         RowScalars& s = scalars[++last];
         s.scale = (h.clip != 0.0 ? clip_coef : 1.0) / control.grad_scale;
         s.coef = h.maximize != 0.0 ? -s.scale : s.scale;
+        s.step = step;
         if (control.rule == kAdam) base::prepare_adamw(h, step, s);
         if (control.rule == kSGD) base::prepare_sgd(h, s);
         if (control.rule == kAdafactor) base::prepare_adafactor(h, step, row.dtype[kParam], s);

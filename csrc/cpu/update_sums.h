@@ -64,5 +64,25 @@ class UpdateSums {
   f64v param_[kLanes / kWidth] = {};
 };
 
+// The same of whole arrays: of the update, of the parameter before it, and of what storage keeps.
+template <class T>
+inline void add_sums(UpdateSums& sums, const T* update, const T* old, const T* kept, int64_t n) {
+  using V = typename Vec<T>::type;
+  constexpr int lanes = UpdateSums::kLanes, width = Vec<T>::width;
+  const auto one = [&](const T* u, const T* o, const T* k, int lane, int there) MO_LAMBDA {
+    const V now = load(k);
+    sums.add(V(load(u)), V(now - load(o)), now, lane, there);
+  };
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    for (int k = 0; k < lanes; k += width) one(update + i + k, old + i + k, kept + i + k, k, width);
+  }
+  if (i == n) return;
+  T rest[3][lanes] = {};
+  const T* from[3] = {update, old, kept};
+  for (int k = 0; k < 3; ++k) memcpy(rest[k], from[k] + i, size_t(n - i) * sizeof(T));
+  for (int k = 0; k < lanes; k += width) one(rest[0] + k, rest[1] + k, rest[2] + k, k, int(n - i) - k);
+}
+
 }  // namespace MO_ISA
 }  // namespace mo

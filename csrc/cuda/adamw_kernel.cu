@@ -3,6 +3,7 @@
 // Bytes per element, read + written: fp32 16 + 12, bf16 and fp16 8 + 6, bf16 with fp32 moments 12 + 10, fp64 32 + 24;
 //   AMSGrad adds one moment each way. The gradient is read once and never written.
 // Assumes of the table: row scalars prepared by the finish of this step, no two rows share written memory.
+#include "cuda/master.cuh"
 #include "cuda/update_sums.cuh"
 #include "rules/adamw.h"
 
@@ -78,6 +79,35 @@ __device__ __forceinline__ void general(const Row& row, const DeviceChunk& chunk
   }
 }
 
+// Weights that are finer than their parameter; any dtypes of gradient and moments, any strides.
+template <int kSums>
+__device__ __forceinline__ void weighted(const Row& row, const DeviceChunk& chunk, const RowScalars& rs, bool amsgrad,
+                                         UpdateSums<kSums, float>& sums) {
+  const AdamScalars<float> s(rs);
+  const uint64_t key = MO_ISA::step_key(row.stream, rs.step, kMaster);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < int(chunk.length); i += kThreads) {
+    const int64_t index = chunk.start + i;
+    const WeightPlace at = {place(row, kParam, index), place(row, kMaster, index)};
+    const int64_t m_at = place(row, kState0, index), v_at = place(row, kState1, index);
+    const float old = load_weight(row, at), grad = load_any<float>(row.grad, row.dtype[kGrad], place(row, kGrad, index));
+    float param = old, first = load_any<float>(row.state[0], row.dtype[kState0], m_at);
+    float second = load_any<float>(row.state[1], row.dtype[kState1], v_at), largest = 0.0f, update;
+    if (amsgrad) {
+      const int64_t w_at = place(row, kState2, index);
+      largest = load_any<float>(row.state[2], row.dtype[kState2], w_at);
+      MO_ISA::adamw_update<true>(param, grad, first, second, largest, update, s);
+      store_any(row.state[2], row.dtype[kState2], w_at, largest);
+    } else {
+      MO_ISA::adamw_update<false>(param, grad, first, second, largest, update, s);
+    }
+    store_any(row.state[0], row.dtype[kState0], m_at, first);
+    store_any(row.state[1], row.dtype[kState1], v_at, second);
+    const float kept = store_weight(row, key, index, at, param);
+    sums.add(grad, update, kept - old, kept);
+  }
+}
+
 template <class T, bool kAmsgrad, int kSums>
 __device__ __forceinline__ bool run_native(const Row& row, const DeviceChunk& chunk, const RowScalars& rs,
                                            UpdateSums<kSums, T>& sums) {
@@ -106,6 +136,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) adamw_kernel(const Devic
     UpdateSums<kSums, T> sums;
     if (row.flags & kActive) {
       const bool amsgrad = settings_of(s, row).hyper.amsgrad != 0.0;
+      if constexpr (sizeof(T) == 4) {
+        if (row.master_mode != kNoMaster) {
+          weighted(row, chunk, scalars.scalars, amsgrad, sums);
+          return sums.finish(s, row, chunk.slot);
+        }
+      }
       const bool done = amsgrad ? run_native<T, true>(row, chunk, scalars.scalars, sums)
                                 : run_native<T, false>(row, chunk, scalars.scalars, sums);
       if (!done) general<T>(row, chunk, scalars.scalars, amsgrad, sums);

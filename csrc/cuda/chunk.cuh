@@ -36,7 +36,10 @@ __device__ __forceinline__ void each_chunk(const DeviceStep& s, Body body) {
 }
 
 __device__ __forceinline__ uint64_t address_of(const Row& row, int operand) {
-  return operand == kParam ? row.param : operand == kGrad ? row.grad : row.state[operand - kState0];
+  return operand == kParam    ? row.param
+         : operand == kGrad   ? row.grad
+         : operand == kMaster ? row.master
+                              : row.state[operand - kState0];
 }
 
 // ---- one element of any storage type, in the compute type

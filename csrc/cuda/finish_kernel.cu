@@ -42,8 +42,9 @@ __device__ __forceinline__ void prepare_row(const DeviceStep& s, int64_t r, doub
   DeviceScalars out = {};
   out.scalars.scale = (h.clip != 0.0 ? clip_coef : 1.0) / grad_scale;
   out.scalars.coef = h.maximize != 0.0 ? -out.scalars.scale : out.scalars.scale;
-  if (s.rule == kAdam) MO_ISA::prepare_adamw(h, advance(row), out.scalars);
-  if (s.rule == kAdafactor) MO_ISA::prepare_adafactor(h, advance(row), row.dtype[kParam], out.scalars);
+  const int64_t step = out.scalars.step = advance(row);
+  if (s.rule == kAdam) MO_ISA::prepare_adamw(h, step, out.scalars);
+  if (s.rule == kAdafactor) MO_ISA::prepare_adafactor(h, step, row.dtype[kParam], out.scalars);
   if (s.rule == kSGD) {
     MO_ISA::prepare_sgd(h, out.scalars);
     // Whether a momentum buffer holds a value is known here alone: a skipped first step leaves it fresh.

@@ -3,6 +3,7 @@
 // Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2.
 // Assumes of the table: row scalars prepared by the finish of this step; a row without momentum has no state address;
 //   the contents of a buffer that the finish called fresh are ignored.
+#include "cuda/master.cuh"
 #include "cuda/update_sums.cuh"
 #include "rules/sgd.h"
 
@@ -74,6 +75,32 @@ __device__ __forceinline__ void general(const Row& row, const DeviceChunk& chunk
   }
 }
 
+// Weights that are finer than their parameter; any dtypes of gradient and buffer, any strides.
+template <int kSums>
+__device__ __forceinline__ void weighted(const Row& row, const DeviceChunk& chunk, const DeviceScalars& rs,
+                                         UpdateSums<kSums, float>& sums) {
+  const SgdScalars<float> s(rs.scalars);
+  const uint64_t key = MO_ISA::step_key(row.stream, rs.scalars.step, kMaster);
+  const bool fresh = rs.fresh != 0, has_momentum = row.state[0] != 0;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < int(chunk.length); i += kThreads) {
+    const int64_t index = chunk.start + i;
+    const WeightPlace at = {place(row, kParam, index), place(row, kMaster, index)};
+    const float old = load_weight(row, at), grad = load_any<float>(row.grad, row.dtype[kGrad], place(row, kGrad, index));
+    float param = old, momentum = 0.0f, update;
+    if (has_momentum) {
+      const int64_t b_at = place(row, kState0, index);
+      momentum = load_any<float>(row.state[0], row.dtype[kState0], b_at);
+      MO_ISA::sgd_update<true>(param, grad, momentum, update, s, fresh);
+      store_any(row.state[0], row.dtype[kState0], b_at, momentum);
+    } else {
+      MO_ISA::sgd_update<false>(param, grad, momentum, update, s, fresh);
+    }
+    const float kept = store_weight(row, key, index, at, param);
+    sums.add(grad, update, kept - old, kept);
+  }
+}
+
 template <class T, bool kMomentum, int kSums>
 __device__ __forceinline__ bool run_native(const Row& row, const DeviceChunk& chunk, const DeviceScalars& rs,
                                            UpdateSums<kSums, T>& sums) {
@@ -96,6 +123,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) sgd_kernel(const DeviceS
   each_chunk(s, [&](const Row& row, const DeviceChunk& chunk, const DeviceScalars& scalars) {
     UpdateSums<kSums, T> sums;
     if (row.flags & kActive) {
+      if constexpr (sizeof(T) == 4) {
+        if (row.master_mode != kNoMaster) {
+          weighted(row, chunk, scalars, sums);
+          return sums.finish(s, row, chunk.slot);
+        }
+      }
       const bool done = row.state[0] != 0 ? run_native<T, true>(row, chunk, scalars, sums)
                                           : run_native<T, false>(row, chunk, scalars, sums);
       if (!done) general<T>(row, chunk, scalars, sums);

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import masters, reference
 from ..stats import StatsBuffer
 from ..table import FINISH, MEASURE, UPDATE, Table
 
@@ -138,12 +138,16 @@ def _update(
         old, kept, update = reference.adafactor_step(param, grad, entry, row.slots, hyper, scale)
         return _sums(update, kept - old, kept) if want_sums else (0.0, 0.0, 0.0)
     compute = reference.compute_type(param)
-    p = reference.widen(param.detach(), compute)
+    mode = row.master_mode
+    rest = entry.get(masters.SLOTS.get(mode, "")) if mode else None
+    p = masters.load(param, rest, mode) if mode else reference.widen(param.detach(), compute)
     g = reference.widen(grad.detach(), compute)
-    slots: list[Any] = [reference.widen(entry[k], compute) for k in row.slots]
+    moments = [k for k in row.slots if k not in masters.ALL_SLOTS]
+    slots: list[Any] = [reference.widen(entry[k], compute) for k in moments]
     coef = -scale if hyper["maximize"] else scale
     if row.has_step:
         entry["step"] += 1
+    if "exp_avg" in moments:
         scalars = reference.AdamScalars.prepare(
             int(entry["step"]),
             coef,
@@ -168,12 +172,18 @@ def _update(
         )
         new_p, buf, update = reference.sgd_update(p, g, slots[0] if slots else None, sgd, row.fresh)
         new_slots = [buf]
-    stored = reference.narrow(new_p, param.dtype)
-    kept = reference.widen(stored, compute)
-    # Before the write: p may be the parameter's own memory.
-    sums = _sums(update, kept - p, kept) if want_sums else (0.0, 0.0, 0.0)
-    param.detach().copy_(stored)
-    for key, value in zip(row.slots, new_slots, strict=False):
+    if mode:
+        old = p.clone()
+        key = masters.step_key(row.stream, int(entry["step"])) if row.has_step else 0
+        kept = masters.store(new_p, param, rest, mode, key)
+        sums = _sums(update, kept - old, kept) if want_sums else (0.0, 0.0, 0.0)
+    else:
+        stored = reference.narrow(new_p, param.dtype)
+        kept = reference.widen(stored, compute)
+        # Before the write: p may be the parameter's own memory.
+        sums = _sums(update, kept - p, kept) if want_sums else (0.0, 0.0, 0.0)
+        param.detach().copy_(stored)
+    for key, value in zip(moments, new_slots, strict=False):
         assert value is not None
         entry[key].copy_(reference.narrow(value, entry[key].dtype))
     return sums

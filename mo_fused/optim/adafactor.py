@@ -37,11 +37,11 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         beta1: keep a first moment of the updates with this decay. None: none.
         transformers_form: ``eps[0]`` is added to the squared gradient instead of bounding its mean and the root from
             below, and weight decay is multiplied by the scaled step size instead of ``lr``.
-        state_dtype: of the first moment: "fp32", "bf16" or None for the type the update is computed in.
-    {OPTIONS_DOC}"""
+    {OPTIONS_DOC}
+    Here ``state_dtype`` is that of the first moment, and ``master_weights`` is not available.
+    """
 
     _rule = AdafactorRule()
-    _options = {**OPTIONS, "state_dtype": None}
 
     def __init__(
         self,
@@ -70,9 +70,7 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         backend: str | None = None,
     ) -> None:
         arguments = locals()
-        options = check_options({name: arguments[name] for name in OPTIONS})
-        if state_dtype not in (None, "fp32", "bf16"):
-            raise errors.bad_option("state_dtype", "'fp32', 'bf16' or None", state_dtype, "use None for torch's choice")
+        options = check_options({**OPTIONS, **{name: arguments[name] for name in OPTIONS if name in arguments}})
         own = {name: arguments[name] for name in AdafactorRule.group_keys}
         _check(own, lr)
         if clip_threshold is not None:
@@ -97,7 +95,7 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         finally:
             self.__dict__.pop("_own_defaults")
         self.defaults.update(own, lr=lr, d=d)
-        self._adopt({**options, "state_dtype": state_dtype})
+        self._adopt(options)
 
     @classmethod
     def like_transformers(

@@ -20,6 +20,11 @@ OPTIONS_DOC = """
         clip_in_place: also write the clipped, unscaled gradients back to ``.grad``.
         stats: measure norms of gradients, updates and parameters every step (``opt.last_step``).
         amp: "fused" unscales inside the step, as torch's ``fused=True`` does; "torch" leaves it to the scaler.
+        state_dtype: of the moments: "fp32", "bf16", or None for the parameter's own (existing state keeps its dtype).
+        master_weights: for bf16 and fp16 parameters, weights finer than the parameter: "fp32" (4 bytes an element),
+            "split" (bf16: a remainder of 2 bytes, bit-equal to "fp32"), "split8" (bf16: 1 byte), "kahan" (2 bytes), or
+            "stochastic" rounding (none). On the CPU alone in this version.
+        seed: of stochastic rounding; the same seed gives the same bits on every backend and after a resume.
         backend: "cpu", "cuda", "triton", "eager" or None for the best one (also the environment variable
             MO_FUSED_BACKEND).
 
@@ -57,6 +62,9 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
         stats: bool = False,
         amp: str = "fused",
         backend: str | None = None,
+        state_dtype: str | None = None,
+        master_weights: str | None = None,
+        seed: int = 0,
     ) -> None:
         arguments = locals()
         options = check_options({name: arguments[name] for name in OPTIONS})
@@ -107,6 +115,9 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         stats: bool = False,
         amp: str = "fused",
         backend: str | None = None,
+        state_dtype: str | None = None,
+        master_weights: str | None = None,
+        seed: int = 0,
     ) -> None:
         arguments = locals()
         options = check_options({name: arguments[name] for name in OPTIONS})

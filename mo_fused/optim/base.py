@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import dispatch, errors
+from .. import dispatch, errors, masters
 from ..request import Request
-from ..state import Loader
+from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
 from . import execute
 from .rows import Row, RowSet
@@ -28,6 +28,9 @@ OPTIONS: dict[str, Any] = {
     "stats": False,
     "amp": "fused",
     "backend": None,
+    "state_dtype": None,
+    "master_weights": None,
+    "seed": 0,
 }
 """Options of this package with their defaults. They live in ``defaults`` and never in groups or checkpoints."""
 
@@ -75,7 +78,19 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
             "'fused' unscales inside the step, 'torch' leaves it to the scaler, for frameworks that clip by themselves",
         )
     dispatch.requested(options["backend"])
+    _check_formats(options)
     return {**options, "max_grad_norm": None if norm is None else float(norm)}
+
+
+def _check_formats(options: dict[str, Any]) -> None:
+    if options["state_dtype"] not in (None, *STATE_DTYPES):
+        known = ", ".join(map(repr, STATE_DTYPES))
+        raise errors.bad_option("state_dtype", f"{known} or None", options["state_dtype"], "None keeps its own")
+    if options["master_weights"] not in (None, *masters.MODES):
+        known = ", ".join(map(repr, masters.MODES))
+        raise errors.bad_option("master_weights", f"{known} or None", options["master_weights"], "None keeps none")
+    if isinstance(options["seed"], bool) or not isinstance(options["seed"], int):
+        raise errors.bad_option("seed", "a whole number", options["seed"], "a run repeats with the same one")
 
 
 def param_name(groups: list[dict[str, Any]], group: int, position: int) -> str | None:
@@ -104,9 +119,9 @@ def run_step(
         rows.settle(skipped, grads)
     if not skipped:
         _raise_versions(rows, grads, ask.clip_in_place)
-    if rule.factored:
+    if rows.tracks_params:
         measured = ask.measured if rows.devices else ask.gated  # before the decision
-        rows.params_are_known(on_host=measured or not on_host_skipped)
+        rows.params_are_known(on_host=measured or not on_host_skipped or not rule.factored)
     return execute.buffers(rows)
 
 
@@ -127,6 +142,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _rule: Rule
     _options: Mapping[str, Any] = OPTIONS
+    first_position = 0
+    """What is added to a parameter's position for the key of its random numbers: see release.py."""
     grad_scale: Tensor | None
     found_inf: Tensor | None
 

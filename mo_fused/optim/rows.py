@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import dispatch, errors, state
+from .. import dispatch, errors, masters, state
 from ..device_part import DevicePart
 from ..device_table import chunk_elements
 from ..factored import HOST, Tiling, device_limits
@@ -25,6 +25,7 @@ from ..table import (
     ACTIVE,
     FRESH,
     GRAD_SHARED,
+    MASTER,
     MISSING_GRADIENT,
     OPERANDS,
     PARAM_UNKNOWN,
@@ -39,6 +40,7 @@ from ..table import (
     same_items,
     scan,
 )
+from .formats import MASTER_SLOTS, Formats, rest_code
 from .fresh import FreshSlot
 from .hyper import HyperWriter, same_values
 
@@ -57,6 +59,8 @@ class Row:
     slots: tuple[str, ...]
     has_step: bool
     factored: bool = False  # Adafactor's
+    master_mode: str | None = None
+    stream: int = 0  # of its random numbers
     backend: str = ""
     reason: str = ""
     plan: Plan | None = None
@@ -73,7 +77,7 @@ class RowSet:
         self._rule = optimizer._rule
         self._backend = optimizer.defaults.get("backend")
         self._clip_in_place = bool(optimizer.defaults.get("clip_in_place"))
-        self._state_dtype = optimizer.defaults.get("state_dtype")
+        self._formats = Formats(optimizer.defaults)
         self._params: list[Tensor] = []
         self._sizes: list[int] = []
         self._structure: list[Any] = []
@@ -138,6 +142,7 @@ class RowSet:
             self._rule.has_step,
             self._seen,
             self._flags,
+            self._places,
         )
         if noticed & ROWS_CHANGED:
             return None
@@ -148,6 +153,8 @@ class RowSet:
             self._mark_shared_gradients()
         if self._rule.factored:
             self._mark_unknown_params()
+        if self._formats.mode == "fp32":
+            self._follow_written_params()
         return grads
 
     def _mark_unknown_params(self) -> None:
@@ -159,10 +166,28 @@ class RowSet:
         unknown = (now != self._known_params).any(axis=0)
         self.rows["flags"] |= np.where(unknown, PARAM_UNKNOWN, 0).astype(self.rows["flags"].dtype)
 
-    def params_are_known(self, on_host: bool) -> None:
-        """After a step: the sums of the parameters that took part are those of what they hold now.
+    def _follow_written_params(self) -> None:
+        """Somebody else's write to a parameter (a model that was loaded, say) is the weight from now on.
 
-        Not of the host's where the step was skipped before it had measured anything (``on_host=False``).
+        A write through ``p.data`` leaves no trace, and is undone by the master.
+        """
+        now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
+        written = (now != self._known_params).any(axis=0) & (self._known_params[1] != -1)
+        for i in np.flatnonzero(written).tolist():
+            row = self.native[i]
+            if row.master_mode is not None:
+                row.state["master"].copy_(row.param.detach())
+
+    @property
+    def tracks_params(self) -> bool:
+        """Something is kept that is only true of parameters that nobody else has written."""
+        return self._rule.factored or self._formats.mode == "fp32"
+
+    def params_are_known(self, on_host: bool) -> None:
+        """After a step: what is kept of the parameters that took part is that of what they hold now.
+
+        Adafactor's sums are not of the host's where the step was skipped before it had measured anything
+        (``on_host=False``).
         """
         active = self.rows["flags"] & ACTIVE != 0
         active[: len(self.host)] &= on_host
@@ -242,9 +267,9 @@ class RowSet:
                 raise errors.grad_mismatch("device", name, p.device, grad.device)
             if self._clip_in_place and type(grad) is Tensor and walking_order([grad], written=(0,)).overlapping:
                 raise errors.overlapping_tensor()
-            slots = self._rule.slots(group, p)
+            self._formats.refuse(p, name)
             entry = optimizer.state.get(p) or {}
-            for key in slots:
+            for key in self._slots(group, p):
                 if entry.get(key) is not None:
                     state.check_slot(entry, p, key, name, self._rule.slot_shape(key, p))
             if type(p) in (Tensor, torch.nn.Parameter) and p.layout is torch.strided:
@@ -255,11 +280,7 @@ class RowSet:
         self, old: Row, optimizer: FusedOptimizer, g: int, p: Tensor, grad: Tensor | None, structure: Any
     ) -> bool:
         """The plan of an earlier step still fits this parameter, its state and (when there is one) its gradient."""
-        if (
-            old.plan is None
-            or old.structure != structure
-            or old.slots != self._rule.slots(optimizer.param_groups[g], p)
-        ):
+        if old.plan is None or old.structure != structure or old.slots != self._slots(optimizer.param_groups[g], p):
             return False
         if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
             return False
@@ -268,33 +289,50 @@ class RowSet:
             return False
         return key[0] == old.key[0] and key[2:] == old.key[2:] and (grad is None or key[1] == old.key[1])
 
+    def _slots(self, group: dict[str, Any], p: Tensor) -> tuple[str, ...]:
+        return (*self._rule.slots(group, p), *self._formats.slots(p))
+
+    def _place(self, slot: str) -> int:
+        """The Operand of csrc/abi.h that a slot is."""
+        return MASTER if slot in MASTER_SLOTS else self._rule.places[self._rule.all_slots.index(slot)]
+
     def _row(self, optimizer: FusedOptimizer, position: int, g: int, p: Tensor, grad: Tensor) -> Row:
         group = optimizer.param_groups[g]
-        slots = self._rule.slots(group, p)
-        row = Row(position, g, p, {}, slots, self._rule.has_step, self._rule.factored)
+        slots = self._slots(group, p)
+        row = Row(position, g, p, {}, slots, self._rule.has_step, self._rule.factored, self._formats.mode_of(p))
+        row.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
         row.backend, row.reason = self._choose(group, p, grad)
         if row.backend == "torch":
+            row.slots, row.master_mode = self._rule.slots(group, p), None
             return row
+        if row.master_mode and row.backend == "triton":
+            raise errors.master_on_triton()
         if slots or self._rule.has_step:
             row.state = optimizer.state[p]
         if self._rule.has_step:
             state.ensure_step(row.state, p, group)
-        row.fresh = self._rule.ensure(row.state, p, slots, self._state_dtype) and self._rule.copies_first
-        operands: list[Tensor | None] = [p, grad, None, None, None]
+        moments = tuple(k for k in slots if k not in MASTER_SLOTS)
+        row.fresh = self._rule.ensure(row.state, p, moments, self._formats.state_dtype) and self._rule.copies_first
+        self._formats.ensure(row.state, p)
+        operands: list[Tensor | None] = [p, grad, None, None, None, None]
         for slot in slots:
-            operands[2 + self._rule.all_slots.index(slot) % 3] = row.state[slot]
+            operands[self._place(slot)] = row.state[slot]
         tensors = [t for t in operands if t is not None]
         if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
             row.backend, row.reason = "torch", "its state is a tensor subclass"
             return row
-        if any(t.dtype not in dispatch.FLOATS for t in tensors):
+        if any(t.dtype not in dispatch.FLOATS for t in operands[:MASTER] if t is not None):
             row.backend, row.reason = "torch", "its gradient or state has a dtype that the kernels do not compute"
             return row
-        dtypes = tuple(-1 if t is None else dispatch.FLOATS[t.dtype] for t in operands)
+        rest = operands[MASTER]
+        dtypes = tuple(-1 if t is None else dispatch.FLOATS[t.dtype] for t in operands[:MASTER])
+        dtypes = (*dtypes, -1 if rest is None else rest_code(rest))
         if self._rule.factored:  # row_var, col_var and variance are walked by index
             operands[2:4] = [None, None]
         order = walking_order(
-            operands, [i for i in (0, 2, 3, 4) if operands[i] is not None], keep_order=self._rule.factored
+            operands,
+            [i for i in (0, 2, 3, 4, 5) if operands[i] is not None],
+            keep_order=self._rule.factored or (self._formats.draws and row.master_mode is not None),
         )
         if order.problem:
             row.backend, row.reason = "torch", order.problem
@@ -370,8 +408,9 @@ class RowSet:
         n = len(self.native)
         self.row_params = [r.param for r in self.native]
         self._row_states = [r.state for r in self.native]
-        used = [self._rule.all_slots.index(k) for r in self.native for k in r.slots]
-        self._slot_keys = self._rule.all_slots[: max(used, default=-1) + 1]
+        used = {k for r in self.native for k in r.slots}
+        self._slot_keys = tuple(k for k in (*self._rule.all_slots, *MASTER_SLOTS) if k in used)
+        self._places = np.array([self._place(k) for k in self._slot_keys], dtype=np.int32)
         self._keys = (*self._slot_keys, "step") if self._rule.has_step else self._slot_keys
         self._flags = np.zeros(n, dtype=np.int32)
         for i, r in enumerate(self.native):
@@ -385,6 +424,8 @@ class RowSet:
         if n:
             self.rows["dtype"][:, :OPERANDS] = np.maximum([p.dtypes for p in plans], 0)
         self.rows["group"] = [r.group for r in self.native]
+        self.rows["master_mode"] = [0 if r.master_mode is None else masters.MODES[r.master_mode] for r in self.native]
+        self.rows["stream"] = np.array([r.stream for r in self.native], dtype=np.uint64)
         self.rows["fresh"] = [0 if r.fresh_flag is None else r.fresh_flag.data_ptr() for r in self.native]
         h = len(self.host)
         self.table = Table(self.rows[:h], _layout_words(plans[:h]), len(groups), self._tiling(self.host))

@@ -23,6 +23,8 @@ class ElementWise:
     """What optimizers have in common whose state looks like the parameter."""
 
     factored = False
+    places: tuple[int, ...] = (2, 3, 4)
+    """Operands of csrc/abi.h that the slots are."""
     group_keys: tuple[str, ...] = ()
     """Keys of groups that torch's class does not have."""
 
@@ -31,7 +33,7 @@ class ElementWise:
 
     def ensure(self, entry: dict[str, Any], p: Tensor, slots: tuple[str, ...], state_dtype: str | None) -> bool:
         """Makes the slots that are missing; True when one was made."""
-        return state.ensure_slots(entry, p, slots)
+        return state.ensure_slots(entry, p, slots, state_dtype)
 
 
 class AdamRule(ElementWise):
@@ -103,11 +105,12 @@ class SGDRule(ElementWise):
     """SGD with or without momentum. Without, a parameter has no state at all, as in torch."""
 
     code = 1
-    has_step = False
     copies_first = True  # the first step copies the gradient into the buffer
     all_slots: tuple[str, ...] = ("momentum_buffer",)
 
-    def __init__(self) -> None:
+    def __init__(self, counts: bool = False) -> None:
+        self.has_step = counts
+        """Random numbers need the number of the step; nothing else of this rule does."""
         self._read = itemgetter("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize", "differentiable")
 
     def refuse(self, p: Tensor, grad: Tensor) -> None:
@@ -156,8 +159,8 @@ class AdafactorRule:
     has_step = True
     copies_first = False
     factored = True
-    # The last shares a place of csrc/abi.h's Row with the first.
     all_slots: tuple[str, ...] = ("row_var", "col_var", "exp_avg", "variance")
+    places: tuple[int, ...] = (2, 3, 4, 2)
     group_keys: tuple[str, ...] = ("scale_parameter", "relative_step", "warmup_init", "beta1", "transformers_form")
 
     def __init__(self) -> None:

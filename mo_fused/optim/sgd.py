@@ -9,7 +9,10 @@ from torch import Tensor
 
 from .adamw import OPTIONS_DOC
 from .base import OPTIONS, FusedOptimizer, check_options
+from .formats import Formats
 from .rules import SGDRule
+
+_RULES = (SGDRule(), SGDRule(counts=True))
 
 
 class SGD(FusedOptimizer, torch.optim.SGD):
@@ -19,7 +22,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     ``max_grad_norm`` are torch's, in torch's order. State: ``momentum_buffer``; none without momentum.
     {OPTIONS_DOC}"""
 
-    _rule = SGDRule()
+    @property
+    def _rule(self) -> SGDRule:  # type: ignore[override]
+        return _RULES[Formats(self.defaults).draws]
 
     def __init__(
         self,
@@ -40,6 +45,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         stats: bool = False,
         amp: str = "fused",
         backend: str | None = None,
+        state_dtype: str | None = None,
+        master_weights: str | None = None,
+        seed: int = 0,
     ) -> None:
         arguments = locals()
         options = check_options({name: arguments[name] for name in OPTIONS})

@@ -1,0 +1,66 @@
+// Weights that are finer than their 16-bit parameter (rules/master.h), one element at a time.
+#pragma once
+
+#include "cuda/chunk.cuh"
+#include "rules/master.h"
+
+namespace mo {
+
+// Where an element of a row lies in the parameter and in the rest of the weights.
+struct WeightPlace {
+  int64_t param, rest;
+};
+
+__device__ __forceinline__ float load_weight(const Row& row, WeightPlace at) {
+  const auto upper = [&] { return uint32_t(as<const uint16_t>(row.param)[at.param]); };
+  switch (row.master_mode) {
+    case kMaster32: return as<const float>(row.master)[at.rest];
+    case kSplit: {
+      const uint32_t low = uint32_t(int32_t(as<const int16_t>(row.master)[at.rest]));
+      return MO_ISA::bits_float(MO_ISA::split_join(upper(), low));
+    }
+    case kSplit8: {
+      const uint32_t low = uint32_t(int32_t(as<const int8_t>(row.master)[at.rest]) * 256);
+      return MO_ISA::bits_float(MO_ISA::split_join(upper(), low));
+    }
+    case kKahan: {
+      const int dtype = row.dtype[kParam];
+      return load_any<float>(row.param, dtype, at.param) + load_any<float>(row.master, dtype, at.rest);
+    }
+    default: return load_any<float>(row.param, row.dtype[kParam], at.param);
+  }
+}
+
+// Stores element `index` of the row; returns what storage keeps of it.
+__device__ __forceinline__ float store_weight(const Row& row, uint64_t key, int64_t index, WeightPlace at, float x) {
+  const int dtype = row.dtype[kParam];
+  uint16_t* p = as<uint16_t>(row.param) + at.param;
+  uint32_t u = MO_ISA::float_bits(x);
+  const auto random = [&] { return MO_ISA::draw(uint32_t(index), uint32_t(uint64_t(index) >> 32), key); };
+  switch (row.master_mode) {
+    case kMaster32:
+      as<float>(row.master)[at.rest] = x;
+      *p = dtype == kBF16 ? uint16_t(MO_ISA::rounded_away(u)) : MO_ISA::narrow_f16(x).bits;
+      return x;
+    case kSplit:
+      *p = uint16_t(MO_ISA::rounded_away(u));
+      as<int16_t>(row.master)[at.rest] = int16_t(MO_ISA::split_low(u, uint32_t(*p)));
+      return x;
+    case kSplit8:
+      u = MO_ISA::rounded_24(u, random());
+      *p = uint16_t(MO_ISA::rounded_away(u));
+      as<int8_t>(row.master)[at.rest] = int8_t(MO_ISA::split_low(u, uint32_t(*p)) >> 8);
+      return MO_ISA::bits_float(u);
+    case kKahan: {
+      const float kept = kept_any(dtype, x), lost = x - kept;
+      store_any(row.param, dtype, at.param, x);
+      store_any(row.master, dtype, at.rest, lost - lost == 0.0f ? lost : 0.0f);
+      return load_weight(row, at);
+    }
+    default:
+      *p = dtype == kBF16 ? uint16_t(MO_ISA::stochastic_bf16(u, random())) : MO_ISA::stochastic_f16(x, random()).bits;
+      return load_weight(row, at);
+  }
+}
+
+}  // namespace mo
