@@ -190,7 +190,8 @@ class DevicePart:
 
     def measures_first(self, ask: Request) -> bool:
         """Whether gradients are read before the update: something is decided by them, or float64 needs care."""
-        return ask.gated or (ask.stats and (self.table.wide_gradients or self.table.tiling is not None))
+        table = self.table
+        return ask.gated or (ask.stats and (table.wide_gradients or table.tiling is not None or table.masters))
 
     @property
     def measures_always(self) -> bool:

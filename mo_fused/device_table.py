@@ -20,7 +20,7 @@ from .factored import FACTORED, Tiling
 from .stats import RESULT_WIDTH, RING
 from .table import DEVICE_SCALARS, LAYOUT_WORDS, ROW, SETTINGS_WORDS, STAT_COLUMNS
 
-Signature = tuple[int, int, int, int, int, int]
+Signature = tuple[int, int, int, int, int]
 """Codes of the dtypes of parameter, gradient and state slots (csrc/abi.h); -1: the row has no such operand."""
 
 SOURCE_F64 = 1 << 60
@@ -48,6 +48,8 @@ class Launch:
     """Device address of the edges of the programs' runs of chunks."""
     wide: bool
     """The parameters are float64, and so is the arithmetic."""
+    mode: int = 0
+    """MasterMode of csrc/abi.h."""
 
 
 @dataclass(frozen=True)
@@ -174,14 +176,16 @@ class DeviceTable:
         self._layouts = self._to_device(words)
         for at, row in enumerate(layouts):
             rows["layout"][row] = self._layouts[at].data_ptr()
-        self._kinds = sorted(set(signatures))
-        place = {s: i for i, s in enumerate(self._kinds)}
-        self._kind = np.array([place[s] for s in signatures], dtype=np.int64)
+        of_rows = list(zip(signatures, rows["master_mode"].tolist(), strict=True))
+        self._kinds = sorted(set(of_rows))
+        place = {kind: i for i, kind in enumerate(self._kinds)}
+        self._kind = np.array([place[kind] for kind in of_rows], dtype=np.int64)
         self._strided = rows["layout"] != 0
         self._split = split
         # Under parameters of another dtype everything is computed in float32.
         self._wide = np.array([s[0] == 3 for s in signatures], dtype=bool)
-        self.wide_gradients = any(s[1] == 3 for s in self._kinds)
+        self.masters = any(mode != 0 for _, mode in self._kinds)
+        self.wide_gradients = any(s[1] == 3 for s, _ in self._kinds)
         size = chunk_elements(int(rows["numel"].sum()))
         self._linear_row, self._linear_start = cut(rows["numel"], size)
         self._linear_length = np.minimum(size, rows["numel"][self._linear_row] - self._linear_start)
@@ -302,10 +306,10 @@ class DeviceTable:
         at = edges_tensor.data_ptr()
         for k, programs in plans:
             if self._split:
-                signature = self._kinds[k >> 2]
-                launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at, signature[0] == 3))
+                signature, mode = self._kinds[k >> 2]
+                launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at, signature[0] == 3, mode))
             else:
-                launches.append(Launch((-1, -1, -1, -1, -1, -1), False, False, programs, at, bool(k >> 2)))
+                launches.append(Launch((-1, -1, -1, -1, -1), False, False, programs, at, bool(k >> 2)))
             at += 4 * (programs + 1)
         return Work(chunks_tensor.data_ptr(), launches, [chunks_tensor, edges_tensor])
 

@@ -40,16 +40,6 @@ def master_of_fp16(name: str, mode: str) -> ValueError:
     )
 
 
-def master_on_triton() -> RuntimeError:
-    return RuntimeError(
-        message(
-            "a backend that has kernels for master_weights (cpu, cuda, eager)",
-            "'triton'",
-            "build with nvcc for the CUDA kernels, or leave master_weights out",
-        )
-    )
-
-
 def bad_option(name: str, expected: str, found: object, remedy: str) -> ValueError:
     return ValueError(message(f"{name} to be {expected}", repr(found), remedy))
 

@@ -77,6 +77,14 @@ def _is_special(bits: Tensor) -> Tensor:
     return (bits & 0x7F800000) == 0x7F800000
 
 
+def followed(master: Tensor, p: Tensor) -> Tensor:
+    """The fp32 master where the parameter is its rounded copy, and the parameter where somebody else has written it."""
+    from .reference import narrow  # which knows how kernels round
+
+    copy = rounded_away(master) if p.dtype == torch.bfloat16 else narrow(master, p.dtype)
+    return torch.where(copy.reshape(p.shape) == p.detach(), master, p.detach().float())
+
+
 def rounded_away(x: Tensor) -> Tensor:
     """float32 to bf16, ties away from zero; NaN stays NaN."""
     bits = _bits(x)
@@ -99,9 +107,17 @@ def load(p: Tensor, rest: Tensor | None, mode: str) -> Tensor:
         assert rest is not None
         upper = p.detach().contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
         low = rest.to(torch.int64) * (256 if mode == "split8" else 1)
+        # A remainder that no weight has left beside this parameter: somebody else has written the parameter.
+        magnitude = upper & 0x7FFF
+        impossible = ((magnitude == 0) & (low < 0)) | ((magnitude == 0x7F80) & (low > 0))
+        low = torch.where(impossible, torch.zeros_like(low), low)
         return _float((upper << 16) + low & 0xFFFFFFFF).reshape(p.shape)
     x = p.detach().float()
-    return x if rest is None else x + rest.float()
+    if rest is None:
+        return x
+    lost = rest.float()
+    half, least = (2.0**-8, 2.0**-134) if p.dtype == torch.bfloat16 else (2.0**-11, 2.0**-25)
+    return torch.where(lost.abs() <= x.abs() * half + least, x + lost, x)
 
 
 def store(x: Tensor, p: Tensor, rest: Tensor | None, mode: str, key: int) -> Tensor:
@@ -164,8 +180,13 @@ def keep(x: Tensor, p: Tensor, rest: Tensor, mode: str) -> None:
 
     A weight that is further from its parameter than the rest reaches is given up for the parameter's value.
     """
+    from .reference import narrow  # which knows how kernels round
+
     if mode == "fp32":
-        rest.copy_(x)
+        for _ in range(2):  # half a spacing away it may belong to the next parameter: a last bit is lost then
+            copy = rounded_away(x) if p.dtype == torch.bfloat16 else narrow(x, p.dtype)
+            x = torch.where(copy.reshape(p.shape) == p.detach(), x, torch.nextafter(x, p.detach().float()))
+        rest.copy_(followed(x, p))
     elif mode == "kahan":
         rest.copy_((x - p.detach().float()).to(rest.dtype))
     else:

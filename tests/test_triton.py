@@ -103,19 +103,27 @@ def test_records_mirror_each_other() -> None:
         return at // 8
 
     names = {"PARAM": "param", "GRAD": "grad", "STATE0": "state", "STEP": "step", "LAYOUT": "layout", "FRESH": "fresh"}
-    names["GROUP_AND_FLAGS"] = "group"
+    names |= {"GROUP_AND_FLAGS": "group", "NUMEL": "numel", "DTYPES": "dtype", "FIRST_CHUNK": "first_chunk"}
+    names |= {"CHUNKS": "chunks", "FACTORED": "factored", "MASTER": "master", "STREAM": "stream"}
     for constant, name in names.items():
         assert getattr(t, constant).value == words(ROW, name), name
     assert (t.STATE1.value, t.STATE2.value) == (t.STATE0.value + 1, t.STATE0.value + 2)
     assert ROW.fields is not None
     assert ROW.fields["flags"][1] == ROW.fields["group"][1] + 4, "the flags are the upper half of the group's word"
     assert ROW.itemsize == 8 * t.ROW_WORDS.value
-    flags = {"ACTIVE": ACTIVE, "STEP_F64": STEP_F64, "GRAD_SHARED": GRAD_SHARED, "SCALES_SHARED": SCALES_SHARED}
+    assert t.REST.value == table.MASTER
+    flags = {
+        "PARAM_UNKNOWN": table.PARAM_UNKNOWN,
+        "ACTIVE": ACTIVE,
+        "STEP_F64": STEP_F64,
+        "GRAD_SHARED": GRAD_SHARED,
+        "SCALES_SHARED": SCALES_SHARED,
+    }
     for constant, flag in flags.items():
         assert getattr(t, constant).value == flag, constant
 
     hyper = ["LR", "BETA1", "BETA2", "EPS", "WEIGHT_DECAY", "MOMENTUM", "DAMPENING", "CLIP", "MAXIMIZE", "DECOUPLED"]
-    for constant in [*hyper, "NESTEROV"]:
+    for constant in [*hyper, "NESTEROV", "EPS2", "THRESHOLD", "STEP_KIND", "FACTOR_FLAGS"]:
         assert getattr(t, constant).value == words(HYPER, constant.lower()), constant
     assert HYPER.itemsize == 8 * t.SOURCES.value
     assert t.SETTINGS_WORDS.value == table.SETTINGS_WORDS == 2 * t.SOURCES.value
@@ -133,7 +141,7 @@ def test_records_mirror_each_other() -> None:
     assert [getattr(t, c).value for c in [*columns, "PARAM_SUMSQ"]] == list(range(len(host)))
     assert t.COLUMNS.value == len(host)
     assert (t.CHUNK_WORDS.value, t.SCALARS.value) == (table.DEVICE_CHUNK_WORDS, table.DEVICE_SCALARS)
-    assert (layout.MAX_DIMS, layout.OPERANDS) == (8, 5), "the offsets that `place` reads a layout by"
+    assert (layout.MAX_DIMS, layout.OPERANDS) == (8, 6), "the offsets that `place` reads a layout by"
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Records (all addresses are integers; ``mo_fused/device_table.py`` writes them, ``tests/test_triton.py`` compares):
 
-* row: 16 words, csrc/abi.h's Row;
+* row: 18 words, csrc/abi.h's Row;
 * chunk: 4 words: first element, row, elements, place among the statistics;
 * programs: edges of the runs of chunks that each program works on, int32;
 * settings: records of 32 words; the first holds the control, then one a group: 16 float64 (csrc/abi.h's Hyper) and for
@@ -23,6 +23,7 @@ GRAD = tl.constexpr(1)
 STATE0 = tl.constexpr(2)
 STATE1 = tl.constexpr(3)
 STATE2 = tl.constexpr(4)
+REST = tl.constexpr(5)  # an operand of layouts; its word in a row is MASTER
 STEP = tl.constexpr(5)
 LAYOUT = tl.constexpr(6)
 NUMEL = tl.constexpr(7)
@@ -32,7 +33,9 @@ FIRST_CHUNK = tl.constexpr(10)
 CHUNKS = tl.constexpr(11)
 FRESH = tl.constexpr(13)
 FACTORED = tl.constexpr(14)
-ROW_WORDS = tl.constexpr(16)
+MASTER = tl.constexpr(15)
+STREAM = tl.constexpr(16)
+ROW_WORDS = tl.constexpr(18)
 
 # Flags of a row, as in csrc/abi.h.
 ACTIVE = tl.constexpr(1)
@@ -61,6 +64,7 @@ STEP_KIND = tl.constexpr(14)
 FACTOR_FLAGS = tl.constexpr(15)
 SOURCES = tl.constexpr(16)  # where the second half of the record begins
 SCALARS = tl.constexpr(16)
+KEY = tl.constexpr(15)  # of the row's random numbers in this step, 64 bits
 
 # Fields of the result.
 GRAD_NORM = tl.constexpr(0)

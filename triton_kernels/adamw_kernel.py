@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from . import _chunk as t
+from ._masters import NO_MASTER, load_weight, rest_operand, store_weight
 from ._rules import F64, NONE, adamw_update, narrow, widen
 from ._update_sums import add_sums, no_sums, store_sums
 
@@ -23,12 +24,14 @@ def adamw_tile(
     index,
     length,
     scalars,
+    key,
     sums,
     P: tl.constexpr,
     G: tl.constexpr,
     M: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
+    MODE: tl.constexpr,
     STRIDED: tl.constexpr,
     SUMS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -39,7 +42,12 @@ def adamw_tile(
     p_off = t.place(layout, index, start, t.PARAM, STRIDED)
     m_off = t.place(layout, index, start, t.STATE0, STRIDED)
     v_off = t.place(layout, index, start, t.STATE1, STRIDED)
-    p = t.load_tile(at[0], p_off, inside, P, COMPUTE, MASKED)
+    r_off = p_off
+    if MODE == NO_MASTER:
+        p = t.load_tile(at[0], p_off, inside, P, COMPUTE, MASKED)
+    else:
+        r_off = t.place(layout, index, start, t.REST, STRIDED)
+        p = load_weight(at[0], at[5], p_off, r_off, inside, P, MODE, MASKED)
     g = t.load_tile(at[1], t.place(layout, index, start, t.GRAD, STRIDED), inside, G, COMPUTE, MASKED)
     m = t.load_tile(at[2], m_off, inside, M, COMPUTE, MASKED)
     v = t.load_tile(at[3], v_off, inside, V, COMPUTE, MASKED)
@@ -65,13 +73,17 @@ def adamw_tile(
         scalars[9],
         W != NONE,
     )
-    t.store_tile(at[0], p_off, inside, new_p, P, MASKED)
+    if MODE == NO_MASTER:
+        t.store_tile(at[0], p_off, inside, new_p, P, MASKED)
+        kept = widen(narrow(new_p, P), P, COMPUTE)
+    else:
+        element = index.to(tl.int64) + start
+        kept = store_weight(at[0], at[5], p_off, r_off, inside, new_p, element, key, P, MODE, MASKED)
     t.store_tile(at[2], m_off, inside, m, M, MASKED)
     t.store_tile(at[3], v_off, inside, v, V, MASKED)
     if W != NONE:
         t.store_tile(at[4], w_off, inside, w, W, MASKED)
     if SUMS != 0:
-        kept = widen(narrow(new_p, P), P, COMPUTE)
         sums = add_sums(sums, g, update, kept - p, kept, inside, SUMS, WIDTH)
     return sums
 
@@ -91,6 +103,7 @@ def adamw_kernel(
     M: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
+    MODE: tl.constexpr,
     ALIGNED: tl.constexpr,
     STRIDED: tl.constexpr,
     SUMS: tl.constexpr,
@@ -118,6 +131,7 @@ def adamw_kernel(
             decay = tl.load(s + 9).to(COMPUTE)
             l2 = tl.load(s + 10).to(COMPUTE)
             scalars = (coef, beta1, rest1, beta2, rest2, eps, inv_sqrt_bc2, step_size, decay, l2)
+            key = tl.load(t.words(row_scalars) + row_index * t.SCALARS + t.KEY)
             layout = tl.load(row + t.LAYOUT)
             at = (
                 t.operand(tl.load(row + t.PARAM), start, P, ALIGNED, STRIDED),
@@ -125,16 +139,17 @@ def adamw_kernel(
                 t.operand(tl.load(row + t.STATE0), start, M, ALIGNED, STRIDED),
                 t.operand(tl.load(row + t.STATE1), start, V, ALIGNED, STRIDED),
                 t.operand(tl.load(row + t.STATE2), start, W, ALIGNED, STRIDED),
+                rest_operand(tl.load(row + t.MASTER), start, P, MODE, ALIGNED, STRIDED),
             )
             lane = tl.arange(0, BLOCK)
             whole = length // BLOCK * BLOCK
             for i in range(0, whole, BLOCK):
                 sums = adamw_tile(
-                    at, layout, start, i + lane, length, scalars, sums, P, G, M, V, W, STRIDED, SUMS, WIDTH, False
+                    at, layout, start, i + lane, length, scalars, key, sums, P, G, M, V, W, MODE, STRIDED, SUMS, WIDTH, False
                 )
             if whole < length:
                 sums = adamw_tile(
-                    at, layout, start, whole + lane, length, scalars, sums, P, G, M, V, W, STRIDED, SUMS, WIDTH, True
+                    at, layout, start, whole + lane, length, scalars, key, sums, P, G, M, V, W, MODE, STRIDED, SUMS, WIDTH, True
                 )
         if SUMS != 0:
             store_sums(stats, slot, n_chunks, sums, t.group_clips(settings, row), SUMS, P == F64)

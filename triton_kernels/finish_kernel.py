@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from . import _chunk as t
+from ._masters import step_key
 from ._rules import clip_coefficient, prepare_adafactor, prepare_adamw, scaled_root
 from ._totals import gradient_totals
 
@@ -81,9 +82,11 @@ def prepare_rows(
     to = t.doubles(row_scalars) + index.to(tl.int64) * t.SCALARS
     tl.store(to, tl.where(maximize != 0.0, -scale, scale), mask=here)
     tl.store(to + 1, scale, mask=here)
+    counter = tl.load(row + t.STEP, mask=here, other=0)
+    step = advance(counter, flags, here & (counter != 0))
+    key = step_key(tl.load(row + t.STREAM, mask=here, other=0).to(tl.uint64, bitcast=True), step)
+    tl.store((to + t.KEY).to(tl.pointer_type(tl.int64)), key.to(tl.int64, bitcast=True), mask=here)
     if RULE == ADAM:
-        address = tl.load(row + t.STEP, mask=here, other=0)
-        step = advance(address, flags, here & (address != 0))
         beta1 = hyper(group, t.BETA1, here, FROM_TENSORS)
         beta2 = hyper(group, t.BETA2, here, FROM_TENSORS)
         inv_sqrt_bc2, step_size, decay, l2 = prepare_adamw(
@@ -116,8 +119,6 @@ def prepare_rows(
         tl.store(to + 6, tl.load(group + t.NESTEROV, mask=here, other=0.0), mask=here)
         tl.store(to + 7, fresh.to(tl.float64), mask=here)
     elif RULE == ADAFACTOR:
-        address = tl.load(row + t.STEP, mask=here, other=0)
-        step = advance(address, flags, here & (address != 0))
         relative, rest, added, floor, limit, decay = prepare_adafactor(
             hyper(group, t.LR, here, FROM_TENSORS),
             hyper(group, t.BETA2, here, FROM_TENSORS),

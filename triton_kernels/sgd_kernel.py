@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from . import _chunk as t
+from ._masters import NO_MASTER, load_weight, rest_operand, store_weight
 from ._rules import F64, NONE, narrow, sgd_update, widen
 from ._update_sums import add_sums, no_sums, store_sums
 
@@ -22,10 +23,12 @@ def sgd_tile(
     index,
     length,
     s,
+    key,
     sums,
     P: tl.constexpr,
     G: tl.constexpr,
     B: tl.constexpr,
+    MODE: tl.constexpr,
     STRIDED: tl.constexpr,
     SUMS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -34,18 +37,27 @@ def sgd_tile(
     COMPUTE: tl.constexpr = tl.float64 if P == F64 else tl.float32
     inside = index < length
     p_off = t.place(layout, index, start, t.PARAM, STRIDED)
-    p = t.load_tile(at[0], p_off, inside, P, COMPUTE, MASKED)
+    r_off = p_off
+    if MODE == NO_MASTER:
+        p = t.load_tile(at[0], p_off, inside, P, COMPUTE, MASKED)
+    else:
+        r_off = t.place(layout, index, start, t.REST, STRIDED)
+        p = load_weight(at[0], at[3], p_off, r_off, inside, P, MODE, MASKED)
     g = t.load_tile(at[1], t.place(layout, index, start, t.GRAD, STRIDED), inside, G, COMPUTE, MASKED)
     buf = g
     if B != NONE:
         b_off = t.place(layout, index, start, t.STATE0, STRIDED)
         buf = t.load_tile(at[2], b_off, inside, B, COMPUTE, MASKED)
     new_p, buf, update = sgd_update(p, g, buf, s[0], s[1], s[2], s[3], s[4], s[5], s[6], B != NONE)
-    t.store_tile(at[0], p_off, inside, new_p, P, MASKED)
+    if MODE == NO_MASTER:
+        t.store_tile(at[0], p_off, inside, new_p, P, MASKED)
+        kept = widen(narrow(new_p, P), P, COMPUTE)
+    else:
+        element = index.to(tl.int64) + start
+        kept = store_weight(at[0], at[3], p_off, r_off, inside, new_p, element, key, P, MODE, MASKED)
     if B != NONE:
         t.store_tile(at[2], b_off, inside, buf, B, MASKED)
     if SUMS != 0:
-        kept = widen(narrow(new_p, P), P, COMPUTE)
         sums = add_sums(sums, g, update, kept - p, kept, inside, SUMS, WIDTH)
     return sums
 
@@ -63,6 +75,7 @@ def sgd_kernel(
     P: tl.constexpr,
     G: tl.constexpr,
     B: tl.constexpr,
+    MODE: tl.constexpr,
     ALIGNED: tl.constexpr,
     STRIDED: tl.constexpr,
     SUMS: tl.constexpr,
@@ -88,21 +101,23 @@ def sgd_kernel(
                 tl.load(s + 6),
                 tl.load(s + 7),
             )
+            key = tl.load(t.words(row_scalars) + row_index * t.SCALARS + t.KEY)
             layout = tl.load(row + t.LAYOUT)
             at = (
                 t.operand(tl.load(row + t.PARAM), start, P, ALIGNED, STRIDED),
                 t.operand(tl.load(row + t.GRAD), start, G, ALIGNED, STRIDED),
                 t.operand(tl.load(row + t.STATE0), start, B, ALIGNED, STRIDED),
+                rest_operand(tl.load(row + t.MASTER), start, P, MODE, ALIGNED, STRIDED),
             )
             lane = tl.arange(0, BLOCK)
             whole = length // BLOCK * BLOCK
             for i in range(0, whole, BLOCK):
                 sums = sgd_tile(
-                    at, layout, start, i + lane, length, scalars, sums, P, G, B, STRIDED, SUMS, WIDTH, False
+                    at, layout, start, i + lane, length, scalars, key, sums, P, G, B, MODE, STRIDED, SUMS, WIDTH, False
                 )
             if whole < length:
                 sums = sgd_tile(
-                    at, layout, start, whole + lane, length, scalars, sums, P, G, B, STRIDED, SUMS, WIDTH, True
+                    at, layout, start, whole + lane, length, scalars, key, sums, P, G, B, MODE, STRIDED, SUMS, WIDTH, True
                 )
         if SUMS != 0:
             store_sums(stats, slot, n_chunks, sums, t.group_clips(settings, row), SUMS, P == F64)

@@ -17,12 +17,13 @@ template <class T>
 struct Range;
 template <>
 struct Range<float> {
-  static constexpr double low = 1e-30;
+  static constexpr double low = 1e-30;  // below this the squares may have lost bits to denormal numbers
+  static constexpr double high = 1e36;  // above it a sum of several in the compute type may have overflown
   static constexpr float largest = 3.40282347e+38f;
 };
 template <>
 struct Range<double> {
-  static constexpr double low = 1e-280;
+  static constexpr double low = 1e-280, high = 1e300;
   static constexpr double largest = 1.7976931348623157e308;
 };
 
@@ -161,7 +162,7 @@ void factor_sums_kernel(const Row& row, const Factored& f, const Chunk& chunk, c
   Seen<T> seen = SumsPass<T>(row, f, chunk, tile, 1.0, columns)();
   const bool finite = seen.amax <= Range<T>::largest;
   int exponent = 0;
-  if (finite && seen.amax > T(0) && !(seen.sum >= Range<T>::low && seen.sum <= Range<double>::largest)) {
+  if (finite && seen.amax > T(0) && !(seen.sum >= Range<T>::low && seen.sum <= Range<T>::high)) {
     exponent = __builtin_ilogb(double(seen.amax));
     const int most = sizeof(T) == 8 ? 1000 : 120;  // the power itself is a normal number of the compute type
     exponent = exponent > most ? most : exponent < -most ? -most : exponent;

@@ -11,6 +11,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "rules/master.h"
 #include "rules/narrow.h"
 #include "rules/portable.h"
 
@@ -241,8 +242,8 @@ MO_RULE void load2_split(const uint16_t* upper, const int16_t* low, f32v& a, f32
   u32v u, l;
   memcpy(&u, upper, sizeof u);
   memcpy(&l, low, sizeof l);
-  a = (f32v)((u << 16) + (u32v)((i32v)(l << 16) >> 16));
-  b = (f32v)((u & 0xffff0000u) + (u32v)((i32v)l >> 16));
+  a = (f32v)split_join(u32v(u & 0xffffu), (u32v)((i32v)(l << 16) >> 16));
+  b = (f32v)split_join(u32v(u >> 16), (u32v)((i32v)l >> 16));
 }
 MO_RULE void store2_split(uint16_t* upper, int16_t* low, const f32v& a, const f32v& b) {
   // As in store2, a NaN has a lower half of zeros: rounding does not carry it over, and its remainder is 0.

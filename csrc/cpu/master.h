@@ -64,7 +64,7 @@ struct Weights {
         float lost[kTile];
         load_tile(to, param, row.dtype[kParam], n);
         load_tile(lost, rest, row.dtype[kMaster], n);
-        for (int64_t i = 0; i < n; ++i) to[i] += lost[i];
+        for (int64_t i = 0; i < n; ++i) to[i] = kahan_join(to[i], lost[i], row.dtype[kParam] == kBF16);
         return;
       }
       default: load_tile(to, param, row.dtype[kParam], n);

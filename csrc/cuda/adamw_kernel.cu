@@ -84,26 +84,26 @@ template <int kSums>
 __device__ __forceinline__ void weighted(const Row& row, const DeviceChunk& chunk, const RowScalars& rs, bool amsgrad,
                                          UpdateSums<kSums, float>& sums) {
   const AdamScalars<float> s(rs);
-  const uint64_t key = MO_ISA::step_key(row.stream, rs.step, kMaster);
+  const uint64_t& key = shared_key(row, rs);
 #pragma unroll 1
   for (int i = threadIdx.x; i < int(chunk.length); i += kThreads) {
     const int64_t index = chunk.start + i;
-    const WeightPlace at = {place(row, kParam, index), place(row, kMaster, index)};
-    const int64_t m_at = place(row, kState0, index), v_at = place(row, kState1, index);
-    const float old = load_weight(row, at), grad = load_any<float>(row.grad, row.dtype[kGrad], place(row, kGrad, index));
-    float param = old, first = load_any<float>(row.state[0], row.dtype[kState0], m_at);
-    float second = load_any<float>(row.state[1], row.dtype[kState1], v_at), largest = 0.0f, update;
+    // Places are found again rather than kept: registers are what is short here.
+    const auto weight_at = [&] { return WeightPlace{place(row, kParam, index), place(row, kMaster, index)}; };
+    const auto at = [&](int operand) { return place(row, operand, index); };
+    const float old = load_weight(row, weight_at()), grad = load_any<float>(row.grad, row.dtype[kGrad], at(kGrad));
+    float param = old, first = load_any<float>(row.state[0], row.dtype[kState0], at(kState0));
+    float second = load_any<float>(row.state[1], row.dtype[kState1], at(kState1)), largest = 0.0f, update;
     if (amsgrad) {
-      const int64_t w_at = place(row, kState2, index);
-      largest = load_any<float>(row.state[2], row.dtype[kState2], w_at);
+      largest = load_any<float>(row.state[2], row.dtype[kState2], at(kState2));
       MO_ISA::adamw_update<true>(param, grad, first, second, largest, update, s);
-      store_any(row.state[2], row.dtype[kState2], w_at, largest);
+      store_any(row.state[2], row.dtype[kState2], at(kState2), largest);
     } else {
       MO_ISA::adamw_update<false>(param, grad, first, second, largest, update, s);
     }
-    store_any(row.state[0], row.dtype[kState0], m_at, first);
-    store_any(row.state[1], row.dtype[kState1], v_at, second);
-    const float kept = store_weight(row, key, index, at, param);
+    store_any(row.state[0], row.dtype[kState0], at(kState0), first);
+    store_any(row.state[1], row.dtype[kState1], at(kState1), second);
+    const float kept = store_weight(row, key, index, weight_at(), param);
     sums.add(grad, update, kept - old, kept);
   }
 }
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) adamw_kernel(const Devic
     UpdateSums<kSums, T> sums;
     if (row.flags & kActive) {
       const bool amsgrad = settings_of(s, row).hyper.amsgrad != 0.0;
-      if constexpr (sizeof(T) == 4) {
+      if constexpr (sizeof(T) == 4 && kSums != 2) {  // gradients of such rows are measured before: device_part.py
         if (row.master_mode != kNoMaster) {
           weighted(row, chunk, scalars.scalars, amsgrad, sums);
           return sums.finish(s, row, chunk.slot);

@@ -20,11 +20,12 @@ struct Range;
 template <>
 struct Range<float> {
   static constexpr double low = 1e-30;  // below this the squares may have lost bits to denormal numbers
+  static constexpr double high = 1e36;  // above it a sum of several in the compute type may have overflown
   static constexpr int most = 120;      // a power of two that is a normal number, as is its inverse
 };
 template <>
 struct Range<double> {
-  static constexpr double low = 1e-280;
+  static constexpr double low = 1e-280, high = 1e300;
   static constexpr int most = 1000;
 };
 
@@ -264,7 +265,7 @@ __device__ __forceinline__ void gradient_sums(const DeviceStep& s, const Row& ro
     if (turn == 1) break;
     largest = magnitude_bits(from_bits(block_reduce(walk.largest, Larger())));
     finite = largest < Bits<double>::infinity;
-    if (!finite || largest == 0 || (sum >= Range<T>::low && sum <= 1.7976931348623157e308)) break;
+    if (!finite || largest == 0 || (sum >= Range<T>::low && sum <= Range<T>::high)) break;
     exponent = int(largest >> 52) - 1023;
     exponent = exponent > Range<T>::most ? Range<T>::most : exponent < -Range<T>::most ? -Range<T>::most : exponent;
     walk.back = from_bits(uint64_t(1023 + exponent) << 52);

@@ -25,14 +25,24 @@ __device__ __forceinline__ float load_weight(const Row& row, WeightPlace at) {
     }
     case kKahan: {
       const int dtype = row.dtype[kParam];
-      return load_any<float>(row.param, dtype, at.param) + load_any<float>(row.master, dtype, at.rest);
+      const float p = load_any<float>(row.param, dtype, at.param), lost = load_any<float>(row.master, dtype, at.rest);
+      return MO_ISA::kahan_join(p, lost, dtype == kBF16);
     }
     default: return load_any<float>(row.param, row.dtype[kParam], at.param);
   }
 }
 
+// The key of the row's random numbers in this step, in shared memory: a register less in the loops. All threads call it.
+__device__ __forceinline__ const uint64_t& shared_key(const Row& row, const RowScalars& rs) {
+  __shared__ uint64_t key;
+  __syncthreads();  // the chunk before may still be drawing
+  if (threadIdx.x == 0) key = MO_ISA::step_key(row.stream, rs.step, kMaster);
+  __syncthreads();
+  return key;
+}
+
 // Stores element `index` of the row; returns what storage keeps of it.
-__device__ __forceinline__ float store_weight(const Row& row, uint64_t key, int64_t index, WeightPlace at, float x) {
+__device__ __forceinline__ float store_weight(const Row& row, const uint64_t& key, int64_t index, WeightPlace at, float x) {
   const int dtype = row.dtype[kParam];
   uint16_t* p = as<uint16_t>(row.param) + at.param;
   uint32_t u = MO_ISA::float_bits(x);

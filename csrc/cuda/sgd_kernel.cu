@@ -80,7 +80,7 @@ template <int kSums>
 __device__ __forceinline__ void weighted(const Row& row, const DeviceChunk& chunk, const DeviceScalars& rs,
                                          UpdateSums<kSums, float>& sums) {
   const SgdScalars<float> s(rs.scalars);
-  const uint64_t key = MO_ISA::step_key(row.stream, rs.scalars.step, kMaster);
+  const uint64_t& key = shared_key(row, rs.scalars);
   const bool fresh = rs.fresh != 0, has_momentum = row.state[0] != 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < int(chunk.length); i += kThreads) {
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) sgd_kernel(const DeviceS
   each_chunk(s, [&](const Row& row, const DeviceChunk& chunk, const DeviceScalars& scalars) {
     UpdateSums<kSums, T> sums;
     if (row.flags & kActive) {
-      if constexpr (sizeof(T) == 4) {
+      if constexpr (sizeof(T) == 4 && kSums != 2) {  // gradients of such rows are measured before: device_part.py
         if (row.master_mode != kNoMaster) {
           weighted(row, chunk, scalars, sums);
           return sums.finish(s, row, chunk.slot);

@@ -27,10 +27,14 @@ MO_RULE U rounded_away(U u) {
   return nan_or(u, U((u >> 16) | 0x40u), U((u + 0x8000u) >> 16));
 }
 
-// The weight of a parameter's bits and a remainder (its two's complement), and the remainder of a weight.
+// The weight of a parameter's bits and a remainder (its two's complement), and the remainder of a weight. A remainder that no
+// weight has left beside this parameter, because somebody else has written the parameter, is none: below zero, above infinity.
 template <class U>
 MO_RULE U split_join(U upper, U low) {
-  return (upper << 16) + low;
+  const U magnitude = upper & 0x7fffu, negative = low >> 31, none = low ^ low;
+  const U above = negative == 0u ? low : none, below = negative == 0u ? none : low;
+  const U kept = magnitude == 0u ? above : magnitude == 0x7f80u ? below : low;
+  return (upper << 16) + kept;
 }
 template <class U>
 MO_RULE U split_low(U u, U upper) {
@@ -42,6 +46,14 @@ template <class U>
 MO_RULE U rounded_24(U u, U random) {
   const U down = u & 0xffffff00u, kept = (u + (random >> 24)) & 0xffffff00u;
   return (kept & 0x7f800000u) == 0x7f800000u ? down : kept;
+}
+
+// What Kahan's second number adds to a parameter: at most half of the parameter's spacing, or somebody else has written that.
+template <class V>
+MO_RULE V kahan_join(const V& p, const V& lost, bool is_bf16) {
+  const float half = is_bf16 ? 0x1p-8f : 0x1p-11f, least = is_bf16 ? 0x1p-134f : 0x1p-25f;
+  const V size = p < 0.0f ? V(-p) : p, off = lost < 0.0f ? V(-lost) : lost;
+  return off <= size * half + least ? V(p + lost) : p;
 }
 
 template <class U>

@@ -209,8 +209,10 @@ def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
             "G": g,
             "ALIGNED": one.aligned,
             "STRIDED": one.strided,
+            "MODE": one.mode,
             "SUMS": sums,
-            **shape(one.signature, one.aligned, sums != 0),
+            # Weights in two parts take as much as sums do.
+            **shape(one.signature, one.aligned, sums != 0 or one.mode != 0),
         }
         adam = ask.rule == 0
         slots = {"M": first, "V": second, "W": third} if adam else {"B": first}

@@ -43,28 +43,37 @@ class Formats:
         mode = self.mode_of(p)
         return (masters.SLOTS[mode],) if mode in masters.SLOTS else ()
 
+    @staticmethod
+    def drop(entry: dict[str, Any] | None) -> None:
+        """Takes out the rest of weights that nobody will keep up to date: later it would be taken for the truth."""
+        for key in MASTER_SLOTS:
+            if entry is not None:
+                entry.pop(key, None)
+
     def ensure(self, entry: dict[str, Any], p: Tensor) -> None:
         """Makes the rest of the weights where it is missing; one of another mode is converted."""
         mode = self.mode_of(p)
         if mode is None:
-            return
+            return self.drop(entry)
         slot, dtype = masters.SLOTS.get(mode), _REST.get(mode, p.dtype)
-        found = next((k for k in MASTER_SLOTS if isinstance(entry.get(k), Tensor)), None)
+        found = next((k for k in MASTER_SLOTS if _mode_of(k, entry.get(k), p) is not None), None)
         if found == slot and (slot is None or entry[slot].dtype == dtype):
             return
-        weights = p.detach().float() if found is None else masters.load(p, entry[found], _mode_of(found, entry[found]))
-        for key in MASTER_SLOTS:
-            entry.pop(key, None)
+        of_found = None if found is None else _mode_of(found, entry[found], p)
+        weights = p.detach().float() if of_found is None else masters.load(p, entry[str(found)], of_found)
+        self.drop(entry)
         if slot is not None:
             entry[slot] = rest = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
             masters.keep(weights, p, rest, mode)
 
 
-def _mode_of(slot: str, rest: Tensor) -> str:
-    """The mode whose slot this is."""
-    if slot == "master_low":
-        return "split" if rest.dtype == torch.int16 else "split8"
-    return "fp32" if slot == "master" else "kahan"
+def _mode_of(slot: str, rest: Any, p: Tensor) -> str | None:
+    """The mode whose slot this is. None for a rest of another dtype: torch's loader casts state to the parameter's."""
+    if not isinstance(rest, Tensor):
+        return None
+    modes = {"master": "fp32", "master_low": "split8" if rest.dtype == torch.int8 else "split", "compensation": "kahan"}
+    mode = modes[slot]
+    return mode if rest.dtype == _REST.get(mode, p.dtype) and rest.shape == p.shape else None
 
 
 def rest_code(rest: Tensor) -> int:

@@ -169,14 +169,14 @@ class RowSet:
     def _follow_written_params(self) -> None:
         """Somebody else's write to a parameter (a model that was loaded, say) is the weight from now on.
 
-        A write through ``p.data`` leaves no trace, and is undone by the master.
+        Looked for where a version counter has risen and after every plan. A write through ``p.data`` leaves no trace,
+        and is undone by the master.
         """
         now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
-        written = (now != self._known_params).any(axis=0) & (self._known_params[1] != -1)
-        for i in np.flatnonzero(written).tolist():
+        for i in np.flatnonzero((now != self._known_params).any(axis=0)).tolist():
             row = self.native[i]
             if row.master_mode is not None:
-                row.state["master"].copy_(row.param.detach())
+                row.state["master"].copy_(masters.followed(row.state["master"], row.param))
 
     @property
     def tracks_params(self) -> bool:
@@ -304,9 +304,8 @@ class RowSet:
         row.backend, row.reason = self._choose(group, p, grad)
         if row.backend == "torch":
             row.slots, row.master_mode = self._rule.slots(group, p), None
+            self._formats.drop(optimizer.state.get(p))
             return row
-        if row.master_mode and row.backend == "triton":
-            raise errors.master_on_triton()
         if slots or self._rule.has_step:
             row.state = optimizer.state[p]
         if self._rule.has_step:
@@ -363,7 +362,7 @@ class RowSet:
         found = self._fresh.pop(id(row.param), None)
         if row.fresh or (found is not None and found.holds_nothing()):
             entry = entries[row.param]
-            for key in row.slots:
+            for key in self._rule.all_slots:
                 entry.pop(key, None)
             if not entry:
                 entries.pop(row.param)
@@ -435,7 +434,7 @@ class RowSet:
         for (device, backend), rows in self._on_device.items():
             last = first + len(rows)
             mine = plans[first:last]
-            signatures = [plan.dtypes for plan in mine]
+            signatures = [plan.dtypes[:5] for plan in mine]
             part = DevicePart(
                 self.rows[first:last],
                 signatures,
@@ -474,7 +473,7 @@ class RowSet:
         return [p for p, g in zip(self.row_params, grads, strict=True) if g is not None]
 
     def _take_back(self, row: Row) -> None:
-        for key in row.slots:
+        for key in self._rule.all_slots:  # and not the rest of the weights
             row.state.pop(key, None)
         if not row.state:
             self._state.pop(row.param, None)
