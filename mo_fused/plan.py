@@ -144,6 +144,8 @@ def collect(config: PlanConfig) -> dict[str, Any]:
     if config.master_weights != "none":
         memory[f"master weights ({config.master_weights})"] = _masters(trained, config.master_weights)
     memory |= _moments(trained, config, notes)
+    if config.state_dtype in QUANTISED:
+        notes.append(f"the optimizers of this version do not have {config.state_dtype} states yet")
     per_parameter = sum(memory.values()) / count
     if model is not None and (buffers := [weight_of(b, config.dtype) for b in model.buffers()]):
         memory["buffers"] = sum(b.count * b.item for b in buffers)

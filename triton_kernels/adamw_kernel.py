@@ -145,11 +145,45 @@ def adamw_kernel(
             whole = length // BLOCK * BLOCK
             for i in range(0, whole, BLOCK):
                 sums = adamw_tile(
-                    at, layout, start, i + lane, length, scalars, key, sums, P, G, M, V, W, MODE, STRIDED, SUMS, WIDTH, False
+                    at,
+                    layout,
+                    start,
+                    i + lane,
+                    length,
+                    scalars,
+                    key,
+                    sums,
+                    P,
+                    G,
+                    M,
+                    V,
+                    W,
+                    MODE,
+                    STRIDED,
+                    SUMS,
+                    WIDTH,
+                    False,
                 )
             if whole < length:
                 sums = adamw_tile(
-                    at, layout, start, whole + lane, length, scalars, key, sums, P, G, M, V, W, MODE, STRIDED, SUMS, WIDTH, True
+                    at,
+                    layout,
+                    start,
+                    whole + lane,
+                    length,
+                    scalars,
+                    key,
+                    sums,
+                    P,
+                    G,
+                    M,
+                    V,
+                    W,
+                    MODE,
+                    STRIDED,
+                    SUMS,
+                    WIDTH,
+                    True,
                 )
         if SUMS != 0:
             store_sums(stats, slot, n_chunks, sums, t.group_clips(settings, row), SUMS, P == F64)

@@ -117,7 +117,22 @@ def sgd_kernel(
                 )
             if whole < length:
                 sums = sgd_tile(
-                    at, layout, start, whole + lane, length, scalars, key, sums, P, G, B, MODE, STRIDED, SUMS, WIDTH, True
+                    at,
+                    layout,
+                    start,
+                    whole + lane,
+                    length,
+                    scalars,
+                    key,
+                    sums,
+                    P,
+                    G,
+                    B,
+                    MODE,
+                    STRIDED,
+                    SUMS,
+                    WIDTH,
+                    True,
                 )
         if SUMS != 0:
             store_sums(stats, slot, n_chunks, sums, t.group_clips(settings, row), SUMS, P == F64)
