@@ -127,6 +127,16 @@ def release_ddp() -> ValueError:
     )
 
 
+def release_of_nothing() -> ValueError:
+    return ValueError(
+        message(
+            "a model and an optimizer that share parameters",
+            "none that both have",
+            "construct the optimizer over this model's parameters",
+        )
+    )
+
+
 def release_twice() -> ValueError:
     return ValueError(
         message(

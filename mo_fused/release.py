@@ -69,6 +69,9 @@ def gradient_release(model: torch.nn.Module, opt: FusedOptimizer, accumulation_s
         raise errors.release_ddp()
     if opt._release() is not None:
         raise errors.release_twice()
+    in_opt = {id(p) for group in opt.param_groups for p in group["params"]}
+    if not any(id(p) in in_opt for p in model.parameters()):
+        raise errors.release_of_nothing()
     release = GradientRelease(model, opt, accumulation_steps)
     if opt.defaults["max_grad_norm"] is not None:
         warnings.warn(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import dispatch, errors
+from . import dispatch, errors, masters
 
 if TYPE_CHECKING:
     from .optim.rules import Rule
@@ -120,8 +120,9 @@ class Loader:
                 self._state[key] = entry
                 continue
             param, name = by_id[key]
-            for slot in self._rule.all_slots:
-                value, shape = entry.get(slot), self._rule.slot_shape(slot, param)
+            for slot in (*self._rule.all_slots, *masters.ALL_SLOTS):
+                value = entry.get(slot)
+                shape = param.shape if slot in masters.ALL_SLOTS else self._rule.slot_shape(slot, param)
                 if isinstance(value, Tensor) and value.shape != shape:
                     raise errors.state_mismatch("shape", name, slot, tuple(shape), tuple(value.shape))
             self._state[param] = {k: _own_copy(v, param, k) for k, v in entry.items() if v is not None}

@@ -174,8 +174,8 @@ def _update(
         new_slots = [buf]
     if mode:
         old = p.clone()
-        key = masters.step_key(row.stream, int(entry["step"])) if row.has_step else 0
-        kept = masters.store(new_p, param, rest, mode, key)
+        random = masters.step_key(row.stream, int(entry["step"])) if row.has_step else 0
+        kept = masters.store(new_p, param, rest, mode, random)
         sums = _sums(update, kept - old, kept) if want_sums else (0.0, 0.0, 0.0)
     else:
         stored = reference.narrow(new_p, param.dtype)

@@ -224,6 +224,7 @@ class RowSet:
                 old = None
             if old is not None and self._still_good(old, optimizer, g, p, grad, structure[g]):
                 old.position, old.group = position, g
+                old.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
                 row = old
             elif grad is None:
                 unseen.append(p)
@@ -303,8 +304,7 @@ class RowSet:
         row.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
         row.backend, row.reason = self._choose(group, p, grad)
         if row.backend == "torch":
-            row.slots, row.master_mode = self._rule.slots(group, p), None
-            self._formats.drop(optimizer.state.get(p))
+            self._leave_to_torch(row, row.reason, optimizer.state.get(p))
             return row
         if slots or self._rule.has_step:
             row.state = optimizer.state[p]
@@ -318,10 +318,10 @@ class RowSet:
             operands[self._place(slot)] = row.state[slot]
         tensors = [t for t in operands if t is not None]
         if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
-            row.backend, row.reason = "torch", "its state is a tensor subclass"
+            self._leave_to_torch(row, "its state is a tensor subclass", row.state)
             return row
         if any(t.dtype not in dispatch.FLOATS for t in operands[:MASTER] if t is not None):
-            row.backend, row.reason = "torch", "its gradient or state has a dtype that the kernels do not compute"
+            self._leave_to_torch(row, "its gradient or state has a dtype that the kernels do not compute", row.state)
             return row
         rest = operands[MASTER]
         dtypes = tuple(-1 if t is None else dispatch.FLOATS[t.dtype] for t in operands[:MASTER])
@@ -334,15 +334,23 @@ class RowSet:
             keep_order=self._rule.factored or (self._formats.draws and row.master_mode is not None),
         )
         if order.problem:
-            row.backend, row.reason = "torch", order.problem
+            self._leave_to_torch(row, order.problem, row.state)
             return row
         key = _layouts(p, grad, row)
         if key is None:
-            row.backend, row.reason = "torch", "its storage cannot be read as plain memory"
+            self._leave_to_torch(row, "its storage cannot be read as plain memory", row.state)
             return row
         row.key = key
         row.plan = Plan(p.numel(), dtypes, order.layout)  # type: ignore[arg-type]
         return row
+
+    def _leave_to_torch(self, row: Row, reason: str, entry: dict[str, Any] | None) -> None:
+        """torch's own step for this row, which knows of no master weights."""
+        mode = self._formats.mode_of(row.param)
+        row.backend, row.reason = "torch", reason if mode is None else f"{reason}; without master weights"
+        row.plan, row.master_mode = None, None
+        row.slots = tuple(k for k in row.slots if k not in MASTER_SLOTS)
+        self._formats.drop(entry)
 
     def _keep_freshness(self, row: Row) -> None:
         """A momentum buffer that a skipped first step left without a value is still fresh when it is planned again."""
@@ -400,7 +408,7 @@ class RowSet:
             for other in open_spans:
                 if other[2].plan is not None and span[2].plan is not None and _share_elements(other[3], span[3]):
                     for row in (other[2], span[2]):
-                        row.backend, row.reason, row.plan = "torch", "it shares memory with another parameter", None
+                        self._leave_to_torch(row, "it shares memory with another parameter", row.state)
             open_spans.append(span)
 
     def _build(self, groups: list[dict[str, Any]]) -> None:

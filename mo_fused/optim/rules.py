@@ -192,9 +192,11 @@ class AdafactorRule:
         for key in slots:
             value = entry.get(key)
             if key == "exp_avg":
+                dtype = compute if state_dtype is None else state.STATE_DTYPES[state_dtype]
                 if value is None:
-                    dtype = {None: compute, "fp32": torch.float32, "bf16": torch.bfloat16}[state_dtype]
                     entry[key] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+                elif state_dtype is not None and type(value) is Tensor and value.dtype != dtype:
+                    entry[key] = value.to(dtype)
             elif value is None:
                 entry[key] = torch.zeros(self.slot_shape(key, p), dtype=compute, device=p.device)
             elif type(value) is Tensor and (value.dtype != compute or not value.is_contiguous()):
