@@ -1,6 +1,7 @@
-"""mo_fused: drop-in torch.optim classes whose whole step is one read of the gradients plus one update pass."""
+"""mo_fused: drop-in torch.optim classes with the whole step fused: unscale, check, clip, update, statistics."""
 
 from ._version import __version__
+from .convert import from_state_dict, to_torch_state_dict
 from .grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm, grad_stats
 from .optim import SGD, Adafactor, Adam, AdamW
 from .release import gradient_release
@@ -19,7 +20,9 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "from_state_dict",
     "get_total_norm",
     "grad_stats",
     "gradient_release",
+    "to_torch_state_dict",
 ]

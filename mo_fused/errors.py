@@ -127,6 +127,34 @@ def release_ddp() -> ValueError:
     )
 
 
+def not_ours(found: str) -> ValueError:
+    return ValueError(message("an optimizer of mo_fused", found, "other optimizers' state_dict() is torch's already"))
+
+
+def not_in_torch(found: str) -> ValueError:
+    return ValueError(
+        message(
+            "groups in torch's form of Adafactor",
+            found,
+            "torch's class has no such option: keep the checkpoint of opt.state_dict()",
+        )
+    )
+
+
+def not_a_checkpoint_of(source: str, found: str) -> ValueError:
+    return ValueError(message(f"a checkpoint of {source}'s AdamW", found, "name the library that has written it"))
+
+
+def another_model(expected: int, found: int) -> ValueError:
+    return ValueError(
+        message(
+            f"a checkpoint of {expected} parameters in the same groups",
+            f"one of {found}",
+            "construct the optimizer over the parameters it was saved from, in the same groups",
+        )
+    )
+
+
 def release_of_nothing() -> ValueError:
     return ValueError(
         message(

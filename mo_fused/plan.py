@@ -141,6 +141,8 @@ def collect(config: PlanConfig) -> dict[str, Any]:
 
     memory = {"parameters": sum(w.count * w.item for w in weights)}
     memory["gradients"] = _gradients(trained, config, notes, left_out)
+    if config.master_weights != "none" and config.optimizer == "adafactor":
+        refuse("--master-weights", "none with adafactor", config.master_weights, "leave it out, or plan for adamw")
     if config.master_weights != "none":
         memory[f"master weights ({config.master_weights})"] = _masters(trained, config.master_weights)
     memory |= _moments(trained, config, notes)
@@ -208,7 +210,8 @@ def report(config: PlanConfig, as_json: bool = False) -> str:
 def _state(config: PlanConfig) -> str:
     if config.optimizer == "adafactor" or not MOMENTS[config.optimizer]:
         return config.optimizer
-    return f"{config.optimizer}, state in {config.state_dtype.replace('none', 'the same')}"
+    dtype = "the parameters' dtype" if config.state_dtype == "none" else config.state_dtype
+    return f"{config.optimizer}, state in {dtype}"
 
 
 def _gradients(trained: list[Weight], config: PlanConfig, notes: list[str], left_out: list[str]) -> int:

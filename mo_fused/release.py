@@ -353,7 +353,10 @@ class _Single:
     def refresh(self, opt: FusedOptimizer) -> list[Tensor | None]:
         """Takes over what the group says now, and brings the row up to date."""
         self.param_groups = [{**opt.param_groups[self.group], "params": [self.param]}]
-        self.first_position = self.position(opt)
+        position = self.position(opt)
+        if position != self.first_position:
+            self.first_position = position
+            self.rows.plan_again()
         if self.state.everything is not opt.state:
             self.state = _OwnState(self.param, opt.state)
         return self.rows.refresh(cast(FusedOptimizer, self))

@@ -118,9 +118,9 @@ class ParamStats:
     update_norm: float | None
     """L2 norm of what the rule asked for, before rounding to the parameter's dtype."""
     stored_update_norm: float | None
-    """L2 norm of the change that rounding left."""
+    """L2 norm of the change that rounding left (with master weights: that parameter and rest kept together)."""
     param_norm: float | None
-    """L2 norm of the parameter after the step."""
+    """L2 norm of the parameter (with master weights: of the weights) after the step."""
     all_zero: bool | None
     """Every element of the gradient is exactly zero."""
     nonfinite: int | None
@@ -205,12 +205,18 @@ class StepStats:
 
     @property
     def stored_update_norm(self) -> Tensor | None:
-        """L2 norm of the change that the parameters' dtype kept; far below ``update_norm`` means a stall (float64)."""
+        """L2 norm of the change that the parameters' dtype kept; far below ``update_norm`` means a stall (float64).
+
+        With master weights, of what parameter and rest kept together.
+        """
         return self._norm("stored_update_norm")
 
     @property
     def param_norm(self) -> Tensor | None:
-        """L2 norm of the parameters after the step (float64); on a skipped step the last one measured, or NaN."""
+        """L2 norm of the parameters after the step (float64); on a skipped step the last one measured, or NaN.
+
+        With master weights, of the weights.
+        """
         return self._norm("param_norm")
 
     def per_param(self) -> dict[Any, ParamStats]:

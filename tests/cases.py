@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -198,12 +199,31 @@ def states(opt: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[dict[st
     return [{k: v.detach().clone() for k, v in opt.state.get(p, {}).items()} for p in params]
 
 
+def snapshot(opt: torch.optim.Optimizer, params: Sequence[Tensor]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Copies of the parameters and of their states."""
+    return [p.detach().clone() for p in params], states(opt, params)
+
+
 def assert_backend(opt: Any, backend: str) -> None:
     """Every parameter must have run on this backend: a silent fallback would make the test prove nothing."""
     records = list(opt.explain())
     assert records, "explain() reports no parameter"
     wrong = [f"{r.name} {tuple(r.shape)} {r.dtype}: {r.backend} ({r.reason})" for r in records if r.backend != backend]
     assert not wrong, f"expected backend {backend!r} everywhere, found: {'; '.join(wrong[:5])}"
+
+
+@st.composite
+def strided_views(draw: Any) -> tuple[tuple[int, ...], list[int], list[int]]:
+    """A shape with up to four dimensions, and non-overlapping strides for a parameter and a gradient."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
+    out = []
+    for _ in range(2):
+        stride, reach = [0] * len(shape), 1
+        for d in draw(st.permutations(range(len(shape)))):
+            stride[d] = reach * draw(st.integers(1, 3))
+            reach = stride[d] * max(shape[d], 1)
+        out.append(stride)
+    return shape, out[0], out[1]
 
 
 @dataclass(frozen=True)

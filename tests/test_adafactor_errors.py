@@ -13,20 +13,14 @@ from cases import (
     large,
     noise,
     parameters,
-    states,
     weights,
 )
 from oracle import assert_close, wide
-from torch import Tensor
 from torch.nn import Parameter
 
 import mo_fused
 
 SHAPES = [(), (7,), (5, 3), (3, 4, 5), large(130, 70)]
-
-
-def snapshot(opt: Any, params: list[Parameter]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    return [p.detach().clone() for p in params], states(opt, params)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from cases import (
     noise,
     parameters,
     short,
+    snapshot,
     some,
     states,
     weights,
@@ -34,10 +35,6 @@ import mo_fused
 from mo_fused.backends import cpu
 
 SHAPES = [(), (7,), (5, 3), (3, 4, 5), some([(130, 70)], [(11, 30)])[0]]
-
-
-def snapshot(opt: Any, params: list[Parameter]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    return [p.detach().clone() for p in params], states(opt, params)
 
 
 # -- extreme gradients ------------------------------------------------------------------------------------------------

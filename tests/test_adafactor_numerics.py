@@ -25,13 +25,13 @@ from cases import (
     short,
     some,
     states,
+    strided_views,
     untouched,
     weights,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_close, assert_same_bits, rms, wide
-from test_numerics import _views
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -301,7 +301,7 @@ def test_unaligned_addresses(dtype: torch.dtype) -> None:
 
 @settings(max_examples=6 if INTERPRETED else 80)
 @given(
-    views=st.lists(_views(), min_size=1, max_size=4),
+    views=st.lists(strided_views(), min_size=1, max_size=4),
     dtype=st.sampled_from(DTYPES),
     form=st.sampled_from(FORMS),
     backend=st.sampled_from(BACKENDS),

@@ -209,7 +209,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda opt: torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1 / (1 + t)),
     "one_cycle": lambda opt: torch.optim.lr_scheduler.OneCycleLR(opt, 0.2, total_steps=10, cycle_momentum=False),
     "cosine": lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, 8),
-    "plateau_free": lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.5),
+    "step": lambda opt: torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.5),
 }
 
 

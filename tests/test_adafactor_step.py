@@ -17,6 +17,7 @@ from cases import (
     gradients,
     parameters,
     short,
+    snapshot,
     some,
     states,
     weights,
@@ -28,10 +29,6 @@ from torch.nn import Parameter
 import mo_fused
 
 SHAPES = [(), (7,), (5, 3), (3, 4, 5), some([(130, 70)], [(11, 30)])[0]]
-
-
-def snapshot(opt: Any, params: list[Parameter]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    return [p.detach().clone() for p in params], states(opt, params)
 
 
 # -- clipping, skipping -----------------------------------------------------------------------------------------------

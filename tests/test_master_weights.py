@@ -224,6 +224,7 @@ def test_values_that_are_not_finite(dtype: torch.dtype, mode: str, backend: str)
     assert bool(p.isnan().all())
 
 
+@pytest.mark.filterwarnings("ignore:this checkpoint is kept in other formats")
 @pytest.mark.parametrize("target", MODES)
 @pytest.mark.parametrize("source", MODES)
 def test_checkpoints_cross_from_mode_to_mode(source: str, target: str) -> None:
@@ -321,6 +322,7 @@ def test_values_that_are_swapped_out_and_back_lose_nothing(mode: str, backend: s
     assert_same_bits(found[1], found[0], "swap")
 
 
+@pytest.mark.filterwarnings("ignore:this checkpoint is kept in other formats")
 @pytest.mark.parametrize("mode", ["fp32", "split", "split8", "kahan"])
 def test_a_rest_that_nobody_keeps_up_to_date_is_dropped(mode: str) -> None:
     p, opt = stepped(mode, BACKENDS[0])
@@ -332,6 +334,7 @@ def test_a_rest_that_nobody_keeps_up_to_date_is_dropped(mode: str) -> None:
     assert not set(masters.ALL_SLOTS) & set(plain.state[p])
 
 
+@pytest.mark.filterwarnings("ignore:this checkpoint is kept in other formats")
 @pytest.mark.parametrize("target", ["fp32", "split", "split8", "kahan"])
 @pytest.mark.parametrize("mode", ["fp32", "split", "split8"])
 def test_a_checkpoint_that_went_through_torch(mode: str, target: str) -> None:

@@ -33,6 +33,7 @@ from cases import (
     short,
     some,
     states,
+    strided_views,
     untouched,
     weights,
 )
@@ -184,23 +185,9 @@ def test_sizes_alone(case: Case, dtype: torch.dtype, one_thread: None) -> None:
         assert all(untouched(b) for b in buffers), f"size {n}: wrote outside a tensor"
 
 
-@st.composite
-def _views(draw: Any) -> tuple[tuple[int, ...], list[int], list[int]]:
-    """A shape with up to four dimensions, and non-overlapping strides for a parameter and a gradient."""
-    shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
-    out = []
-    for _ in range(2):
-        stride, reach = [0] * len(shape), 1
-        for d in draw(st.permutations(range(len(shape)))):
-            stride[d] = reach * draw(st.integers(1, 3))
-            reach = stride[d] * max(shape[d], 1)
-        out.append(stride)
-    return shape, out[0], out[1]
-
-
 @settings(max_examples=40 if INTERPRETED else 80, deadline=None, derandomize=True)
 @given(
-    views=st.lists(_views(), min_size=1, max_size=4),
+    views=st.lists(strided_views(), min_size=1, max_size=4),
     dtype=st.sampled_from(DTYPES),
     case=st.sampled_from(RULES),
     backend=st.sampled_from(BACKENDS),

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 import mo_fused
-from mo_fused import cli, plan, planned_model
+from mo_fused import cli, masters, plan, planned_model
 from mo_fused.activations import activation_bytes
+from mo_fused.optim.formats import Formats
 from mo_fused.plan import PlanConfig, collect, report
 from mo_fused.planned_model import dimensions, parse_count
+from mo_fused.state import STATE_DTYPES
 from mo_fused.training.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,10 +127,38 @@ def test_what_a_count_cannot_tell_is_said() -> None:
     quantised = collect(PlanConfig(params="1M", state_dtype="int8"))
     assert any("all parameters count as matrices" in note for note in quantised["notes"])
     factored = collect(PlanConfig(params="1M", optimizer="adafactor"))
+    with pytest.raises(InputError, match="expected none with adafactor"):
+        collect(PlanConfig(params="1M", optimizer="adafactor", master_weights="split"))
     assert any("less than 0.3 %" in note for note in factored["notes"])
     released = collect(PlanConfig(params="1M", release=True))
     assert released["bytes"]["gradients"] == 0
     assert any("gradient of the largest parameter" in line for line in released["not_counted"])
+
+
+def test_modes_and_dtypes_are_those_of_the_optimizers() -> None:
+    """The plan's tables against what the optimizers know of each mode: dtypes that it is for, bytes of its rest."""
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    assert set(plan.MASTER_BYTES) == {"none", *masters.MODES}
+    assert set(plan.MASTER_DTYPES) == set(masters.MODES)
+    assert set(STATE_DTYPES) | {"none", *plan.QUANTISED} == set(plan.STATE_DTYPES)
+    for mode, allowed in plan.MASTER_DTYPES.items():
+        assert set(allowed) == {"bf16"} if mode in masters.BF16_ONLY else {"bf16", "fp16"}
+        for name in allowed:
+            p = nn.Parameter(torch.ones(8, dtype=names[name]))
+            entry: dict[str, Any] = {}
+            Formats({"master_weights": mode}).ensure(entry, p)
+            assert [*entry] == [*filter(None, [masters.SLOTS.get(mode)])]
+            assert sum(rest.element_size() for rest in entry.values()) == plan.MASTER_BYTES[mode], mode
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({}, "adamw, state in the parameters' dtype"), (dict(state_dtype="int8"), "adamw, state in int8")]
+    + [(dict(optimizer="sgd-no-momentum"), "sgd-no-momentum"), (dict(optimizer="adafactor"), "adafactor")],
+)
+def test_the_first_line_says_what_the_state_is_in(settings: dict[str, Any], said: str) -> None:
+    text = report(PlanConfig(params="1M", **settings))
+    assert text.splitlines()[0] == f"1,000,000 parameters in bf16; {said}"
 
 
 # --- models
@@ -229,6 +259,28 @@ def test_state_is_what_the_optimizers_have(build: Any, dtype: torch.dtype) -> No
         state = [t for s in ours.state.values() for key, t in s.items() if key != "step" and torch.is_tensor(t)]
         found = memory(model=spec, optimizer=optimizer, dtype=name)
         planned = sum(found[moment] for moment in plan.MOMENTS[optimizer])
+        assert planned == sum(t.numel() * t.element_size() for t in state) > 0, optimizer
+
+
+@pytest.mark.parametrize("state_dtype", ["none", "fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["none", *masters.MODES])
+def test_formats_are_what_the_optimizers_have(build: Any, kind: str, state_dtype: str) -> None:
+    spec = build("return nn.Sequential(nn.Linear(30, 70), nn.LayerNorm(70))")
+    model = nn.Sequential(nn.Linear(30, 70), nn.LayerNorm(70)).to(torch.bfloat16)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    settings = {
+        "master_weights": None if kind == "none" else kind,
+        "state_dtype": None if state_dtype == "none" else state_dtype,
+    }
+    for optimizer, ours in (
+        ("adamw", mo_fused.AdamW(model.parameters(), **settings)),
+        ("sgd", mo_fused.SGD(model.parameters(), momentum=0.9, **settings)),
+    ):
+        ours.step()
+        state = [t for s in ours.state.values() for key, t in s.items() if key != "step"]
+        found = memory(model=spec, optimizer=optimizer, dtype="bf16", master_weights=kind, state_dtype=state_dtype)
+        planned = sum(size for name, size in found.items() if name not in ("parameters", "gradients"))
         assert planned == sum(t.numel() * t.element_size() for t in state) > 0, optimizer
 
 

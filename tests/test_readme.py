@@ -140,6 +140,16 @@ def test_links_lead_somewhere(name: str) -> None:
         assert target.startswith("https://") or (file.parent / target).is_file(), target
 
 
+def test_files_named_by_kernels_exist() -> None:
+    """Formula and reference at the head of a kernel file name files of this repository, or of the file's own folder."""
+    kernels = [*(ROOT / "csrc").glob("c*/*_kernel.c*"), *(ROOT / "triton_kernels").glob("*_kernel.py")]
+    assert len(kernels) >= 30
+    for kernel in kernels:
+        head = re.split(r"\n#include|\nfrom __future__", kernel.read_text(encoding="utf-8"))[0]
+        for target in re.findall(r"[\w/]+\.(?:py|h|cuh|cpp|cu)\b", head):
+            assert any((folder / target).is_file() for folder in (ROOT, ROOT / "csrc", kernel.parent)), (kernel, target)
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_named_files_exist(name: str) -> None:
     """A path in code marks, with a folder of this repository in front, names a file or folder."""

@@ -40,6 +40,7 @@ from torch.nn import Parameter
 
 import mo_fused
 from mo_fused.errors import StaleStatsError
+from mo_fused.masters import MODES, SLOTS
 
 SHAPES = [(7,), (5, 3), (3, 4, 2), ()]
 ADAFACTOR = Case("Adafactor", "momentum", dict(lr=RATE, weight_decay=0.1, beta1=0.9))
@@ -122,6 +123,26 @@ def test_bits_are_those_of_the_ordinary_loop(case: Case, dtype: torch.dtype, eac
         opt.zero_grad()
         train(plain, other, rows, each)
         assert_same(model, opt, plain, other)
+    assert_backend(opt, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", some([*MODES], ["split8"]))
+@pytest.mark.parametrize("case", [ADAMW, SGD], ids=str)
+def test_master_weights_have_the_bits_of_the_ordinary_loop(case: Case, mode: str, backend: str) -> None:
+    """Random numbers too: a parameter that is stepped alone keeps its place among all of them."""
+    values, grads = weights(SHAPES, torch.bfloat16), gradients(SHAPES, 4, torch.bfloat16)
+    grads[1][1] = None
+    plain, model = Product(values), Product(values)
+    options: dict[str, Any] = dict(master_weights=mode, state_dtype="fp32", seed=5, backend=backend)
+    other, opt = (case.ours(two_groups(m.params), **options) for m in (plain, model))
+    release(model, opt)
+    for row in grads:
+        train(plain, other, [row])
+        train(model, opt, [row])
+        assert_same(model, opt, plain, other)
+    slot = SLOTS.get(mode)
+    assert all((slot in s) == (slot is not None) for s in states(opt, model.params))
     assert_backend(opt, backend)
 
 

@@ -1,10 +1,12 @@
 """Adam / AdamW / AMSGrad update of all chunks of one dtype signature.
 
-Formula: _rules.py, adamw_update. Reference: mo_fused/reference.py, bit for bit.
+Formula: _rules.py, adamw_update; of weights finer than their parameter _masters.py. Reference: mo_fused/reference.py
+  and mo_fused/masters.py, bit for bit.
 Bytes per element, read + written: fp32 16 + 12, bf16 and fp16 8 + 6, bf16 with fp32 moments 12 + 10, fp64 32 + 24;
-  AMSGrad adds one moment each way. The gradient is read once and never written.
+  AMSGrad adds one moment each way, master weights the rest's own size (fp32 4 + 4, and the parameter is not read). The
+  gradient is read once and never written.
 Assumes of the table: row scalars prepared by the finish of this step, no two rows share written memory, and, where
-  ALIGNED, every operand at a multiple of 16 bytes.
+  ALIGNED, every operand at a multiple of 16 bytes; the row's stream where random bits are drawn.
 """
 
 import triton

@@ -2,7 +2,7 @@
 
 Formula: sqrt(sum g^2) along the rows and columns of a tile, in the compute type; of the tile and of vectors in float64.
   A tile whose sum overflows or nearly vanishes is summed again with a power of two taken out.
-Reference: tests/test_adafactor.py, against float64.
+Reference: tests/test_adafactor_numerics.py, against float64.
 Bytes read per element: the gradient once (fp32 4, bf16 and fp16 2, fp64 8; of matrices of at most 32 x 32 twice, from a
   cache), on request the parameter once; written per row and column of a tile 4 (float64: 8), per tile 48.
 Assumes of the table: Row.factored, a Tile at the chunk's place, scratch for its norms; where ALIGNED, a gradient whose

@@ -1,9 +1,11 @@
 """SGD update of all chunks of one dtype signature, with or without a momentum buffer.
 
-Formula: _rules.py, sgd_update. Reference: mo_fused/reference.py, bit for bit.
-Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2.
+Formula: _rules.py, sgd_update; of weights finer than their parameter _masters.py. Reference: mo_fused/reference.py
+  and mo_fused/masters.py, bit for bit.
+Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2;
+  master weights add the rest's own size each way (fp32 4 + 4, and the parameter is not read).
 Assumes of the table: row scalars prepared by the finish of this step; B is NONE for rows without momentum, and the
-  contents of a buffer that the finish called fresh are ignored.
+  contents of a buffer that the finish called fresh are ignored; the row's stream where random bits are drawn.
 """
 
 import triton

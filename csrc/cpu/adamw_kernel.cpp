@@ -1,8 +1,11 @@
 // Adam / AdamW / AMSGrad update of one chunk.
-// Formula: rules/adamw.h. Reference: mo_fused/reference.py, bit for bit.
+// Formula: rules/adamw.h; of weights finer than their parameter rules/master.h. Reference: mo_fused/reference.py and
+//   mo_fused/masters.py, bit for bit.
 // Bytes per element, read + written: fp32 16 + 12, bf16 and fp16 8 + 6, bf16 with fp32 moments 12 + 10, fp64 32 + 24;
-//   AMSGrad adds one moment each way. The gradient is read once and never written.
-// Assumes of the table: rows validated, operands of equal numel, Row::dtype right, no two rows share written memory.
+//   AMSGrad adds one moment each way, master weights the rest's own size (fp32 4 + 4, and the parameter is not read).
+//   The gradient is read once and never written.
+// Assumes of the table: rows validated, operands of equal numel, Row::dtype right, no two rows share written memory;
+//   Row::stream and the number of the step where random bits are drawn.
 #include <type_traits>
 
 #include "cpu/kernels.h"

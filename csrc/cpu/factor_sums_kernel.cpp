@@ -1,7 +1,7 @@
 // Adafactor's first pass over one tile: norms of its rows and columns, and with them the gradient's statistics.
 // Formula: sqrt(sum g^2) along rows and columns, partial sums in the compute type over at most 2048 elements of a row or 64
 //   of a column and double above; a tile whose sum overflows or nearly vanishes is summed again with a power of two taken
-//   out. Reference: tests/test_adafactor.py, against float64.
+//   out. Reference: tests/test_adafactor_numerics.py, against float64.
 // Bytes read per element: the gradient once (fp32 4, bf16 and fp16 2, fp64 8), on request the parameter once.
 // Assumes of the table: Row::factored, a Tile for the chunk, and scratch for its norms.
 #include "cpu/factored.h"

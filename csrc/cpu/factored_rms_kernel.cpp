@@ -1,7 +1,8 @@
 // Adafactor's second pass over one tile: sum of squares of the update before it is limited. Of a vector the second moment,
 // which is kept element by element, is brought up to date as well.
 // Formula: rules/adafactor.h, factored_update and vector_moment. Reference: mo_fused/reference.py.
-// Bytes per element: matrices read the gradient (fp32 4, 16 bits 2, fp64 8); vectors also read and write the moment (4 + 4).
+// Bytes per element: matrices read the gradient (fp32 4, 16 bits 2, fp64 8); vectors also read and write the moment
+//   (4 + 4; fp64 8 + 8).
 // Assumes of the table: inverse roots in the scratch of the norms; row scalars prepared by the finish.
 #include "cpu/factored.h"
 #include "cpu/kernels.h"

@@ -1,6 +1,6 @@
 // Between Adafactor's first and second pass: the row and column means of one parameter, and their inverse roots.
 // Formula: rules/adafactor.h; everything in double, in the order of the matrices, rounded once to the compute type.
-// Reference: mo_fused/reference.py, factors.
+// Reference: mo_fused/reference.py, factored_roots.
 // Bytes per row or column of a matrix: 4 read a tile it lies in, 4 read and 8 written (float64: twice as much).
 // Assumes of the table: the norms of every tile of the row; row scalars prepared by the finish.
 #include "cpu/factored.h"

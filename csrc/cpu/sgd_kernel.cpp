@@ -1,8 +1,10 @@
 // SGD update of one chunk, with or without a momentum buffer.
-// Formula: rules/sgd.h. Reference: mo_fused/reference.py, bit for bit.
-// Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2.
+// Formula: rules/sgd.h; of weights finer than their parameter rules/master.h. Reference: mo_fused/reference.py and
+//   mo_fused/masters.py, bit for bit.
+// Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2;
+//   master weights add the rest's own size each way (fp32 4 + 4, and the parameter is not read).
 // Assumes of the table: rows validated; a row without momentum has no state address; kFresh rows have a buffer whose
-//   contents are ignored.
+//   contents are ignored; Row::stream and the number of the step where random bits are drawn.
 #include <type_traits>
 
 #include "cpu/kernels.h"

@@ -1,7 +1,7 @@
 // Adafactor's third pass: the update itself, and the sum of squares of what it leaves of the parameter.
 // Formula: rules/adafactor.h, adafactor_update. Reference: mo_fused/reference.py, bit for bit.
 // Bytes per element, read + written: fp32 8 + 4, bf16 and fp16 4 + 2, fp64 16 + 8; a first moment its own size both ways,
-//   the second moment of a vector 4.
+//   the second moment of a vector 4 (fp64: 8), read.
 // Assumes of the table: inverse roots in the scratch of the norms; row scalars with this step's size; no two rows share
 //   written memory.
 #include "cuda/tile.cuh"

@@ -2,7 +2,8 @@
 // which is kept element by element, is brought up to date as well.
 // Formula: rules/adafactor.h, factored_update and vector_moment, bit for bit as mo_fused/reference.py; the squares of one
 //   pack in the compute type, everything above in double.
-// Bytes per element: matrices read the gradient (fp32 4, 16 bits 2, fp64 8); vectors also read and write the moment (4 + 4).
+// Bytes per element: matrices read the gradient (fp32 4, 16 bits 2, fp64 8); vectors also read and write the moment
+//   (4 + 4; fp64 8 + 8).
 // Assumes of the table: inverse roots in the scratch of the norms; row scalars prepared by the finish.
 #include "cuda/tile.cuh"
 

@@ -1,8 +1,10 @@
 // SGD update of every chunk, with or without a momentum buffer.
-// Formula: rules/sgd.h. Reference: mo_fused/reference.py, bit for bit.
-// Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2.
+// Formula: rules/sgd.h; of weights finer than their parameter rules/master.h. Reference: mo_fused/reference.py and
+//   mo_fused/masters.py, bit for bit.
+// Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2;
+//   master weights add the rest's own size each way (fp32 4 + 4, and the parameter is not read).
 // Assumes of the table: row scalars prepared by the finish of this step; a row without momentum has no state address;
-//   the contents of a buffer that the finish called fresh are ignored.
+//   the contents of a buffer that the finish called fresh are ignored; Row::stream where random bits are drawn.
 #include "cuda/master.cuh"
 #include "cuda/update_sums.cuh"
 #include "rules/sgd.h"

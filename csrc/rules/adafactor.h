@@ -11,7 +11,8 @@
 namespace mo {
 namespace MO_ISA {
 
-// Slots of RowScalars::a. kStepSize and kDecayNow are known when the update's RMS is.
+// Slots of RowScalars::a. kRho is the step size before scaling; kFactorStep and kFactorDecay are known when the
+// update's RMS is.
 enum FactorSlot { kRho, kRest, kAdded, kFloor, kLimit, kBeta1Factor, kFactorStep, kFactorDecay };
 
 // What torch.finfo(dtype).eps is.

@@ -137,7 +137,7 @@ struct TestTable {
       n.state[2] = row.op[2].address();
       const int compute = p.wide() ? mo::kF64 : mo::kF32;
       const int dtypes[] = {p.dtype[0], p.dtype[1], compute, compute, std::max(p.dtype[2], 0)};
-      for (int o = 0; o < mo::kOperands; ++o) n.dtype[o] = uint8_t(dtypes[o]);
+      for (int o = mo::kParam; o <= mo::kState2; ++o) n.dtype[o] = uint8_t(dtypes[o]);
       n.step = uint64_t(&row.step);
       n.numel = p.numel();
       n.flags = mo::kActive | (unknown ? mo::kParamUnknown : 0);

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from .adamw import OPTIONS_DOC
+from .adamw import STEP_OPTIONS_DOC
 from .base import OPTIONS, FusedOptimizer, check_options
 from .rules import AdafactorRule
 
@@ -37,8 +37,14 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         beta1: keep a first moment of the updates with this decay. None: none.
         transformers_form: ``eps[0]`` is added to the squared gradient instead of bounding its mean and the root from
             below, and weight decay is multiplied by the scaled step size instead of ``lr``.
-    {OPTIONS_DOC}
-    Here ``state_dtype`` is that of the first moment, and ``master_weights`` is not available.
+
+    Keyword-only options of the whole optimizer, as of the others; ``master_weights`` and ``seed`` are not among them:
+
+    Args:{STEP_OPTIONS_DOC}
+        state_dtype: of the first moment, where ``beta1`` asks for one: "fp32", "bf16", or None for the type that the
+            update is computed in. An existing one is converted to the dtype that is named, and stays with None.
+
+    ``foreach`` is stored and shown; it does not choose the backend (``opt.explain()`` tells which runs).
     """
 
     _rule = AdafactorRule()

@@ -10,23 +10,27 @@ from torch import Tensor
 from .base import OPTIONS, FusedOptimizer, check_options
 from .rules import AdamRule
 
-OPTIONS_DOC = """
-    Keyword-only options beyond torch's:
-
-    Args:
+STEP_OPTIONS_DOC = """
         max_grad_norm: clips the gradients' global L2 norm, over all groups, to this value inside the step; ``.grad`` is
             not rewritten. A group with ``"clip": False`` takes no part in the norm or the scaling. None: no clipping.
         skip_nonfinite: a step in which any gradient element is inf or NaN changes nothing.
         clip_in_place: also write the clipped, unscaled gradients back to ``.grad``.
         stats: measure norms of gradients, updates and parameters every step (``opt.last_step``).
         amp: "fused" unscales inside the step, as torch's ``fused=True`` does; "torch" leaves it to the scaler.
-        state_dtype: of the moments: "fp32", "bf16", or None for the parameter's own (existing state keeps its dtype).
+        backend: "cpu", "cuda", "triton", "eager" or None for the best one (also the environment variable
+            MO_FUSED_BACKEND)."""
+
+OPTIONS_DOC = f"""
+    Keyword-only options beyond torch's:
+
+    Args:{STEP_OPTIONS_DOC}
+        state_dtype: of the moments: "fp32", "bf16", or None for the parameter's own. Existing state is converted to the
+            dtype that is named, and stays as it is with None.
         master_weights: for bf16 and fp16 parameters, weights finer than the parameter: "fp32" (4 bytes an element),
             "split" (bf16: a remainder of 2 bytes, bit-equal to "fp32"), "split8" (bf16: 1 byte), "kahan" (2 bytes), or
-            "stochastic" rounding (none). On the CPU alone in this version.
-        seed: of stochastic rounding; the same seed gives the same bits on every backend and after a resume.
-        backend: "cpu", "cuda", "triton", "eager" or None for the best one (also the environment variable
-            MO_FUSED_BACKEND).
+            "stochastic" rounding (none).
+        seed: of the random numbers of "split8" and "stochastic"; the same seed gives the same bits on every backend and
+            after a resume.
 
     ``fused`` and ``foreach`` are stored and shown; they do not choose the backend (``opt.explain()`` tells which runs).
 """

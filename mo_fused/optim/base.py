@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from ..request import Request
 from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
 from . import execute
+from .formats import Formats
 from .rows import Row, RowSet
 from .rules import Rule
 
@@ -45,7 +47,7 @@ class Explanation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     backend: str
-    """"cpu", "cuda", "triton" or "eager", or "torch" for torch's own single-tensor step."""
+    """"cpu", "cuda", "triton" or "eager", or "torch" for torch's single-tensor step (Adafactor: the reference's)."""
     reason: str
 
     def __str__(self) -> str:
@@ -85,12 +87,14 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
 def _check_formats(options: dict[str, Any]) -> None:
     if options["state_dtype"] not in (None, *STATE_DTYPES):
         known = ", ".join(map(repr, STATE_DTYPES))
-        raise errors.bad_option("state_dtype", f"{known} or None", options["state_dtype"], "None keeps its own")
+        remedy = "pass one of the names, or None for the parameter's dtype"
+        raise errors.bad_option("state_dtype", f"{known} or None", options["state_dtype"], remedy)
     if options["master_weights"] not in (None, *masters.MODES):
         known = ", ".join(map(repr, masters.MODES))
-        raise errors.bad_option("master_weights", f"{known} or None", options["master_weights"], "None keeps none")
+        remedy = "pass one of the names, or None for parameters without"
+        raise errors.bad_option("master_weights", f"{known} or None", options["master_weights"], remedy)
     if isinstance(options["seed"], bool) or not isinstance(options["seed"], int):
-        raise errors.bad_option("seed", "a whole number", options["seed"], "a run repeats with the same one")
+        raise errors.bad_option("seed", "a whole number", options["seed"], "pass an int, or leave it out for 0")
 
 
 def param_name(groups: list[dict[str, Any]], group: int, position: int) -> str | None:
@@ -328,3 +332,5 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             taken.remove()
             put.remove()
+        if changes := Formats(self.defaults).changes(self.state):
+            warnings.warn(f"this checkpoint is kept in other formats: {'; '.join(changes)}", UserWarning, stacklevel=2)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import errors, masters
+from ..state import STATE_DTYPES
 
 MASTER_SLOTS = masters.ALL_SLOTS
 _HALVES = (torch.bfloat16, torch.float16)
@@ -42,6 +43,26 @@ class Formats:
         """The slot that holds the rest of the parameter's weights, if there is one."""
         mode = self.mode_of(p)
         return (masters.SLOTS[mode],) if mode in masters.SLOTS else ()
+
+    def changes(self, state: Any) -> list[str]:
+        """What of a state that was just loaded will be kept in another format, in words."""
+        counted: dict[str, int] = {}
+
+        def note(what: str) -> None:
+            counted[what] = counted.get(what, 0) + 1
+
+        for p, entry in state.items():
+            if not isinstance(p, Tensor) or not isinstance(entry, dict):
+                continue
+            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
+                value, wanted = entry.get(key), STATE_DTYPES.get(self.state_dtype or "")
+                if wanted is not None and isinstance(value, Tensor) and value.dtype not in (wanted, torch.complex64):
+                    note(f"{key} from {str(value.dtype).removeprefix('torch.')} to {self.state_dtype}")
+            found = next((m for k in MASTER_SLOTS if (m := _mode_of(k, entry.get(k), p)) is not None), None)
+            kept = self.mode_of(p) if self.mode_of(p) in masters.SLOTS else None
+            if found != kept and entry:
+                note(f"master weights from {found or 'none'} to {kept or 'none'}")
+        return [f"{what} ({n} parameter{'s' if n > 1 else ''})" for what, n in counted.items()]
 
     @staticmethod
     def drop(entry: dict[str, Any] | None) -> None:

@@ -132,6 +132,10 @@ class RowSet:
             self._write_hyper(groups, stale)
         return grads
 
+    def plan_again(self) -> None:
+        """The next step looks at every parameter anew."""
+        self._sizes = []
+
     def _update_addresses(self) -> list[Tensor | None] | None:
         """Looks at all operands of the native rows; their gradients, or None when more than addresses changed."""
         grads, noticed = refresh_rows(
@@ -163,8 +167,13 @@ class RowSet:
         A write through ``p.data`` leaves no trace: it is noticed when the step after the next one begins.
         """
         now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
-        unknown = (now != self._known_params).any(axis=0)
+        unknown = self._written(now)
         self.rows["flags"] |= np.where(unknown, PARAM_UNKNOWN, 0).astype(self.rows["flags"].dtype)
+
+    def _written(self, now: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Which parameters may hold something else than after the last step, by their addresses and versions."""
+        found: np.ndarray[Any, Any] = (now != self._known_params).any(axis=0) | (now[1] == NO_VERSION)
+        return found
 
     def _follow_written_params(self) -> None:
         """Somebody else's write to a parameter (a model that was loaded, say) is the weight from now on.
@@ -173,7 +182,7 @@ class RowSet:
         and is undone by the master.
         """
         now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
-        for i in np.flatnonzero((now != self._known_params).any(axis=0)).tolist():
+        for i in np.flatnonzero(self._written(now)).tolist():
             row = self.native[i]
             if row.master_mode is not None:
                 row.state["master"].copy_(masters.followed(row.state["master"], row.param))
@@ -515,11 +524,14 @@ class RowSet:
                 self._flags[i] &= ~FRESH
 
 
+NO_VERSION = -2
+
+
 def _versions(params: Sequence[Tensor]) -> np.ndarray[Any, Any]:
     try:
         return np.fromiter((p._version for p in params), dtype=np.int64, count=len(params))
     except RuntimeError:  # a tensor of inference mode has none, and is looked at every time
-        return np.full(len(params), -2, dtype=np.int64)
+        return np.full(len(params), NO_VERSION, dtype=np.int64)
 
 
 def _layout_words(plans: Sequence[Plan]) -> dict[int, list[int]]:
