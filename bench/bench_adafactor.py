@@ -128,6 +128,13 @@ CASES = {
 
 def memory_of(who: str, dtype: str, quick: bool) -> dict[str, float]:
     """Growth of resident memory in a step, in shares of the parameters' size, and the state as a share of AdamW's."""
+    # Code pages, thread stacks and allocator arenas that come with the first use of anything.
+    warm = [torch.nn.Parameter(torch.zeros(512, 512, dtype=DTYPES[dtype])) for _ in range(4)]
+    for p in warm:
+        p.grad = torch.ones_like(p)
+    warm_optimizer = makers()[who](warm)
+    for _ in range(3):
+        warm_optimizer.step()
     params = WORKLOADS[f"gpt2-{dtype}"].parameters(quick)
     size = sum(p.numel() * p.element_size() for p in params)
     optimizer = makers()[who](params)

@@ -82,7 +82,8 @@ def followed(master: Tensor, p: Tensor) -> Tensor:
     from .reference import narrow  # which knows how kernels round
 
     copy = rounded_away(master) if p.dtype == torch.bfloat16 else narrow(master, p.dtype)
-    return torch.where(copy.reshape(p.shape) == p.detach(), master, p.detach().float())
+    same = copy.contiguous().view(torch.int16).reshape(p.shape) == p.detach().contiguous().view(torch.int16)
+    return torch.where(same, master, p.detach().float())
 
 
 def rounded_away(x: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def load(p: Tensor, rest: Tensor | None, mode: str) -> Tensor:
     """The weights in float32."""
     if mode == "fp32":
         assert rest is not None
-        return rest.detach().clone()
+        return followed(rest.detach(), p)
     if mode in BF16_ONLY:
         assert rest is not None
         upper = p.detach().contiguous().view(torch.int16).to(torch.int64) & 0xFFFF

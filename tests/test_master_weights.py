@@ -52,7 +52,7 @@ def run(kind: str, dtype: torch.dtype, mode: str | None, backend: str, steps: in
     return params, opt
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some([*KINDS], ["adamw", "sgd"]))
 @pytest.mark.parametrize(("dtype", "mode"), PAIRS, ids=str)
 def test_backends_agree_to_the_bit(kind: str, dtype: torch.dtype, mode: str) -> None:
     for options in some([{}, {"stats": True}], [{"stats": True}]):
@@ -62,7 +62,7 @@ def test_backends_agree_to_the_bit(kind: str, dtype: torch.dtype, mode: str) -> 
 
 
 @pytest.mark.parametrize("state_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("mode", [None, *MODES])
+@pytest.mark.parametrize("mode", some([None, *MODES], ["split"]))
 def test_backends_agree_with_moments_of_another_dtype(mode: str | None, state_dtype: str) -> None:
     (a, first), (b, second) = (run("adamw", torch.bfloat16, mode, x, state_dtype=state_dtype) for x in PAIR)
     assert_same_bits([p.detach() for p in a], [p.detach() for p in b], "parameters")
@@ -79,7 +79,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", some(MODES, ["split8"]))
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layouts(layout: Layout, mode: str) -> None:
     """The same elements as a contiguous parameter: random numbers go by an element's index, not by its place."""
@@ -164,8 +164,8 @@ def test_random_numbers_are_uniform_and_differ_by_key() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
-@pytest.mark.parametrize(("dtype", "mode"), PAIRS, ids=str)
+@pytest.mark.parametrize("kind", some(["adamw", "sgd"], ["adamw"]))
+@pytest.mark.parametrize(("dtype", "mode"), some(PAIRS, PAIRS[1:3]), ids=str)
 def test_a_resumed_run_has_the_same_bits(kind: str, dtype: torch.dtype, mode: str, backend: str) -> None:
     grads = gradients(SHAPES[:3], 6, dtype)
     make, arguments = KINDS[kind]
@@ -287,7 +287,7 @@ def stepped(mode: str, backend: str, steps: int = 5, lr: float = 1e-3) -> Any:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_parameter_that_somebody_else_writes(mode: str, replan: bool, backend: str) -> None:
     """Weights that are loaded, masked or set to zero stay so: what the state has of the old ones does not come back."""
-    for value in (5.0, 0.0, -0.0, 2.0**-13, float("inf")):
+    for value in some([5.0, 0.0, -0.0, 2.0**-13, float("inf")], [-0.0, float("inf")]):
         p, opt = stepped(mode, backend)
         opt.param_groups[0]["lr"] = 0.0
         with torch.no_grad():

@@ -166,7 +166,14 @@ def put(at, offsets, inside, x, MASKED: tl.constexpr):
 def load_weight(p_at, rest_at, p_off, rest_off, inside, P: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr):
     """Weights in float32; those that are not inside are 0."""
     if MODE == MASTER32:
-        return t.load_tile(rest_at, rest_off, inside, F32, tl.float32, MASKED)
+        # Unless somebody else has written the parameter, it is the master's rounded copy.
+        master = t.load_tile(rest_at, rest_off, inside, F32, tl.float32, MASKED)
+        p = t.load_tile(p_at, p_off, inside, P, tl.float32, MASKED)
+        if P == BF16:
+            copy = (rounded_away(bits_of(master)) << 16).to(tl.float32, bitcast=True)
+        else:
+            copy = widen(narrow(master, P), P, tl.float32)
+        return tl.where(bits_of(copy) == bits_of(p), master, p)
     elif MODE == SPLIT:
         upper = raw(p_at, p_off, inside, MASKED).to(tl.uint32)
         return split_join(upper, raw(rest_at, rest_off, inside, MASKED).to(tl.int32))

@@ -57,7 +57,7 @@ struct Weights {
   void load_weights(float* to, const void* param, const void* rest, int64_t n) const {
     const uint16_t* p = static_cast<const uint16_t*>(param);
     switch (row.master_mode) {
-      case kMaster32: memcpy(to, rest, size_t(n) * sizeof(float)); return;
+      case kMaster32: return load_master(to, param, static_cast<const float*>(rest), n);
       case kSplit: return join_tile<1>(to, p, static_cast<const int16_t*>(rest), n);
       case kSplit8: return join_tile<256>(to, p, static_cast<const int8_t*>(rest), n);
       case kKahan: {
@@ -69,6 +69,22 @@ struct Weights {
       }
       default: load_tile(to, param, row.dtype[kParam], n);
     }
+  }
+
+  void load_master(float* to, const void* param, const float* master, int64_t n) const {
+    if (row.dtype[kParam] == kBF16) {
+      const uint16_t* p = static_cast<const uint16_t*>(param);
+      constexpr int width = Vec<float>::width;
+      int64_t i = 0;
+      for (; i + width <= n; i += width) store(to + i, (f32v)followed_master((u32v)load(master + i), load_wide(p + i)));
+      for (; i < n; ++i) to[i] = bits_float(followed_master(float_bits(master[i]), load_one(p + i)));
+      return;
+    }
+    f16 copy[kTile];
+    store_tile(copy, master, kF16, n);
+    load_tile(to, param, kF16, n);
+    const f16* p = static_cast<const f16*>(param);
+    for (int64_t i = 0; i < n; ++i) to[i] = copy[i].bits == p[i].bits ? master[i] : to[i];
   }
 
   // `first`: index of the first element in the parameter. Afterwards `from` holds what storage keeps.

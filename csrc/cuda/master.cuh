@@ -14,7 +14,13 @@ struct WeightPlace {
 __device__ __forceinline__ float load_weight(const Row& row, WeightPlace at) {
   const auto upper = [&] { return uint32_t(as<const uint16_t>(row.param)[at.param]); };
   switch (row.master_mode) {
-    case kMaster32: return as<const float>(row.master)[at.rest];
+    case kMaster32: {
+      const float master = as<const float>(row.master)[at.rest];
+      if (row.dtype[kParam] == kBF16) {
+        return MO_ISA::bits_float(MO_ISA::followed_master(MO_ISA::float_bits(master), upper()));
+      }
+      return MO_ISA::narrow_f16(master).bits == upper() ? master : load_any<float>(row.param, kF16, at.param);
+    }
     case kSplit: {
       const uint32_t low = uint32_t(int32_t(as<const int16_t>(row.master)[at.rest]));
       return MO_ISA::bits_float(MO_ISA::split_join(upper(), low));

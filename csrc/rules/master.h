@@ -27,6 +27,13 @@ MO_RULE U rounded_away(U u) {
   return nan_or(u, U((u >> 16) | 0x40u), U((u + 0x8000u) >> 16));
 }
 
+// The weight that an fp32 master and its bf16 parameter stand for: the master, unless somebody else has written the parameter,
+// which is then no longer its rounded copy.
+template <class U>
+MO_RULE U followed_master(U master, U upper) {
+  return rounded_away(master) == upper ? master : upper << 16;
+}
+
 // The weight of a parameter's bits and a remainder (its two's complement), and the remainder of a weight. A remainder that no
 // weight has left beside this parameter, because somebody else has written the parameter, is none: below zero, above infinity.
 template <class U>

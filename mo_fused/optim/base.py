@@ -123,9 +123,9 @@ def run_step(
         rows.settle(skipped, grads)
     if not skipped:
         _raise_versions(rows, grads, ask.clip_in_place)
-    if rows.tracks_params:
+    if rule.factored:
         measured = ask.measured if rows.devices else ask.gated  # before the decision
-        rows.params_are_known(on_host=measured or not on_host_skipped or not rule.factored)
+        rows.params_are_known(on_host=measured or not on_host_skipped)
     return execute.buffers(rows)
 
 

@@ -157,8 +157,6 @@ class RowSet:
             self._mark_shared_gradients()
         if self._rule.factored:
             self._mark_unknown_params()
-        if self._formats.mode == "fp32":
-            self._follow_written_params()
         return grads
 
     def _mark_unknown_params(self) -> None:
@@ -175,28 +173,10 @@ class RowSet:
         found: np.ndarray[Any, Any] = (now != self._known_params).any(axis=0) | (now[1] == NO_VERSION)
         return found
 
-    def _follow_written_params(self) -> None:
-        """Somebody else's write to a parameter (a model that was loaded, say) is the weight from now on.
-
-        Looked for where a version counter has risen and after every plan. A write through ``p.data`` leaves no trace,
-        and is undone by the master.
-        """
-        now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
-        for i in np.flatnonzero(self._written(now)).tolist():
-            row = self.native[i]
-            if row.master_mode is not None:
-                row.state["master"].copy_(masters.followed(row.state["master"], row.param))
-
-    @property
-    def tracks_params(self) -> bool:
-        """Something is kept that is only true of parameters that nobody else has written."""
-        return self._rule.factored or self._formats.mode == "fp32"
-
     def params_are_known(self, on_host: bool) -> None:
-        """After a step: what is kept of the parameters that took part is that of what they hold now.
+        """After a step of Adafactor: the sums of the parameters that took part are those of what they hold now.
 
-        Adafactor's sums are not of the host's where the step was skipped before it had measured anything
-        (``on_host=False``).
+        Not of the host's where the step was skipped before it had measured anything (``on_host=False``).
         """
         active = self.rows["flags"] & ACTIVE != 0
         active[: len(self.host)] &= on_host
