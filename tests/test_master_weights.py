@@ -120,7 +120,7 @@ def test_split_is_an_fp32_master(backend: str) -> None:
 @pytest.mark.parametrize("mode", [None, *MODES])
 def test_a_weight_of_one_moves_at_a_small_rate(mode: str | None, backend: str) -> None:
     """bf16 alone stays at 1: the update is far below half of its spacing. Every mode follows the fp32 weight."""
-    n, steps = 4096, some([200], [40])[0]
+    n, steps = some([(4096, 200)], [(512, 20)])[0]
     p = torch.nn.Parameter(torch.ones(n, dtype=torch.bfloat16, device=place(backend)))
     opt = mo_fused.AdamW([p], lr=1e-5, weight_decay=0.0, master_weights=mode, backend=backend)
     for _ in range(steps):
@@ -135,7 +135,7 @@ def test_a_weight_of_one_moves_at_a_small_rate(mode: str | None, backend: str) -
     expected = 1 - steps * 1e-5
     # One draw moves a weight by at most a bf16 spacing (2^-8 below 1); the mean of n of them is this sure. What Kahan's
     # second bf16 holds has a spacing of 7.6e-6 there, about that of an update.
-    spread = {"stochastic": 6 * 2.0**-8 / math.sqrt(n), "kahan": 0.25 * (1 - expected)}.get(mode, 6 * 2.0**-16)
+    spread = {"stochastic": 6 * 2.0**-8 / math.sqrt(n), "kahan": 0.5 * (1 - expected)}.get(mode, 6 * 2.0**-16)
     assert abs(float(weight.double().mean()) - expected) < spread, float(weight.double().mean())
 
 
