@@ -49,9 +49,9 @@ struct Row {
   uint64_t factored;  // Adafactor: address of a Factored
   uint64_t master;    // the rest of the weights, or 0
   uint64_t stream;    // of random numbers: from the seed and the parameter's position
-  uint64_t reserved;
+  uint64_t reserved[15];  // a power of two: with another size Triton's kernels run out of registers
 };
-static_assert(sizeof(Row) == 144, "Row is mirrored by mo_fused/table.py");
+static_assert(sizeof(Row) == 256, "Row is mirrored by mo_fused/table.py");
 
 // How to walk a row whose operands differ in element order. Dimensions are coalesced, outermost first; for Adafactor in
 // the order of the shape, so that an element's index tells its matrix, row and column.

@@ -41,7 +41,7 @@ ROW = np.dtype(
         ("factored", "u8"),
         ("master", "u8"),
         ("stream", "u8"),
-        ("reserved", "u8"),
+        ("reserved", "u8", (15,)),
     ]
 )
 CHUNK = np.dtype([("start", "i8"), ("row", "i4"), ("length", "i4")])

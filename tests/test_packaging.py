@@ -63,7 +63,10 @@ def build(kind: str, folder: Path, out: Path, **env: str) -> Path:
 
 def unpack(sdist: Path, folder: Path) -> Path:
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and newer
+            archive.extractall(folder, filter="data")
+        else:
+            archive.extractall(folder)
     (tree,) = folder.iterdir()
     return tree
 

@@ -2,7 +2,7 @@
 
 Records (all addresses are integers; ``mo_fused/device_table.py`` writes them, ``tests/test_triton.py`` compares):
 
-* row: 18 words, csrc/abi.h's Row;
+* row: 32 words, csrc/abi.h's Row;
 * chunk: 4 words: first element, row, elements, place among the statistics;
 * programs: edges of the runs of chunks that each program works on, int32;
 * settings: records of 32 words; the first holds the control, then one a group: 16 float64 (csrc/abi.h's Hyper) and for
@@ -35,7 +35,7 @@ FRESH = tl.constexpr(13)
 FACTORED = tl.constexpr(14)
 MASTER = tl.constexpr(15)
 STREAM = tl.constexpr(16)
-ROW_WORDS = tl.constexpr(18)
+ROW_WORDS = tl.constexpr(32)
 
 # Flags of a row, as in csrc/abi.h.
 ACTIVE = tl.constexpr(1)

@@ -3,7 +3,7 @@
 Formula: csrc/cpu/step.cpp, reduce_gradients, finish and prepare_rows; everything in float64. A skipped step writes its
   result and nothing else.
 Reference: tests/test_clip.py, tests/test_amp.py.
-Bytes: per chunk of the gradients 48 read, per row 256 read and 128 written.
+Bytes: per chunk of the gradients 48 read, per row 280 read and 128 written.
 Assumes of the table: one program for ROWS rows; each of them adds up all chunks by itself, in the same order, so that
   no program has to wait for another.
 """

@@ -115,7 +115,7 @@ void mixed(const Row& row, const Span& a, const RowScalars& rs, UpdateSums* sums
 template <bool Amsgrad, bool Stats>
 void weighted(const Row& row, const Chunk& chunk, const RowScalars& rs, unsigned state, ChunkStats* stats) {
   const AdamScalars<float> s(rs);
-  for_each_weight(row, chunk, rs, state, stats, [&](float (&tile)[kOperands][kTile], int64_t n, UpdateSums* sums) {
+  for_each_weight(row, chunk, rs, state, stats, [&](float (&tile)[kOperands][kWeightTile], int64_t n, UpdateSums* sums) {
     adamw_kernel<float, Amsgrad, Stats>(tile[kParam], tile[kGrad], tile[kState0], tile[kState1], tile[kState2], n, s, sums);
   });
 }

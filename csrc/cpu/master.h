@@ -154,6 +154,9 @@ struct Weights {
   }
 };
 
+// Elements of a tile: all operands of one in float are 14 KiB, within the first cache.
+constexpr int64_t kWeightTile = 512;
+
 // A chunk of a row with a MasterMode: tiles in float, kernel(tiles, n, sums) on each, and back. `state`: bits of its state
 // operands.
 template <class Kernel>
@@ -162,10 +165,10 @@ inline void for_each_weight(const Row& row, const Chunk& chunk, const RowScalars
   const Weights weights(row, rs);
   const unsigned written = 1u << kParam | 1u << kMaster | state;
   UpdateSums asked, kept;
-  float tile[kOperands][kTile], old[kTile];
+  alignas(64) float tile[kOperands][kWeightTile], old[kWeightTile];
   for_each_span(row, chunk, written | 1u << kGrad, written, [&](const Span& a) {
-    for (int64_t i = 0; i < a.n; i += kTile) {
-      const int64_t n = a.n - i < kTile ? a.n - i : kTile;
+    for (int64_t i = 0; i < a.n; i += kWeightTile) {
+      const int64_t n = a.n - i < kWeightTile ? a.n - i : kWeightTile;
       const auto at = [&](int op) { return static_cast<char*>(a.at[op]) + i * item_size(row.dtype[op]); };
       weights.load_weights(tile[kParam], at(kParam), at(kMaster), n);
       load_tile(tile[kGrad], at(kGrad), row.dtype[kGrad], n);

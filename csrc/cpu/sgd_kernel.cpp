@@ -100,7 +100,7 @@ void weighted(const Row& row, const Chunk& chunk, const RowScalars& rs, ChunkSta
   const SgdScalars<float> s(rs);
   const bool fresh = row.flags & kFresh;
   const unsigned state = Momentum ? 1u << kState0 : 0u;
-  for_each_weight(row, chunk, rs, state, stats, [&](float (&tile)[kOperands][kTile], int64_t n, UpdateSums* sums) {
+  for_each_weight(row, chunk, rs, state, stats, [&](float (&tile)[kOperands][kWeightTile], int64_t n, UpdateSums* sums) {
     sgd_kernel<float, Momentum, Stats>(tile[kParam], tile[kGrad], tile[kState0], n, s, fresh, sums);
   });
 }

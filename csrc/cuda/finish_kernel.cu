@@ -2,7 +2,7 @@
 // Formula: csrc/cpu/step.cpp, reduce_gradients, finish and prepare_rows; everything in double. A skipped step writes its
 //   result and nothing else.
 // Reference: tests/test_clip.py, tests/test_amp.py.
-// Bytes: per chunk of the gradients 48 read, per row 256 read and 128 written.
+// Bytes: per chunk of the gradients 48 read, per row 280 read and 128 written.
 // Assumes of the table: one block for 64 rows; each of them adds up all chunks by itself, in the same order, so that no
 //   block has to wait for another.
 #include "cuda/totals.cuh"

@@ -43,6 +43,7 @@ from ..table import (
 from .formats import MASTER_SLOTS, Formats, rest_code
 from .fresh import FreshSlot
 from .hyper import HyperWriter, same_values
+from .overlaps import sharing
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
@@ -382,23 +383,17 @@ class RowSet:
 
     def _resolve_overlaps(self, rows: list[Row]) -> None:
         """Rows that write memory of another row go to torch, one after the other, as torch's for-loop does them."""
-        spans: list[tuple[int, int, Row, Tensor]] = []
-        for row in rows:
-            if row.plan is None or row.plan.numel == 0:
-                continue
-            for t in (row.param, *(row.state[k] for k in row.slots)):
-                reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-                start = t.data_ptr()
-                spans.append((start, start + (reach + 1) * t.element_size(), row, t))
-        spans.sort(key=lambda s: s[:2])
-        open_spans: list[tuple[int, int, Row, Tensor]] = []
-        for span in spans:
-            open_spans = [o for o in open_spans if o[1] > span[0]]
-            for other in open_spans:
-                if other[2].plan is not None and span[2].plan is not None and _share_elements(other[3], span[3]):
-                    for row in (other[2], span[2]):
-                        self._leave_to_torch(row, "it shares memory with another parameter", row.state)
-            open_spans.append(span)
+        written = [
+            (i, t)
+            for i, row in enumerate(rows)
+            if row.plan is not None and row.plan.numel
+            for t in (row.param, *(row.state[k] for k in row.slots))
+        ]
+        for pair in sharing(written):
+            both = [rows[i] for i in pair]
+            if all(row.plan is not None for row in both):
+                for row in both:
+                    self._leave_to_torch(row, "it shares memory with another parameter", row.state)
 
     def _build(self, groups: list[dict[str, Any]]) -> None:
         n = len(self.native)
@@ -523,16 +518,3 @@ def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:
     items = [p, grad, *(row.state.get(k) for k in row.slots), *((row.state.get("step"),) if row.has_step else ())]
     records = np.zeros(len(items), dtype=RECORD)
     return None if scan(items, records) else records["layout"].tolist()
-
-
-def _share_elements(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose spans of memory intersect have an element in common."""
-    if a.is_contiguous() and b.is_contiguous():
-        return True
-    addresses = []
-    for t in (a, b):
-        at = np.array([t.data_ptr()], dtype=np.int64)
-        for n, s in zip(t.shape, t.stride(), strict=True):
-            at = (at[:, None] + np.arange(n, dtype=np.int64)[None, :] * (s * t.element_size())).reshape(-1)
-        addresses.append(at)
-    return bool(np.intersect1d(addresses[0], addresses[1]).size)
