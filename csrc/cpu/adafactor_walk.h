@@ -68,7 +68,7 @@ void AdafactorWalk::run(Barrier& barrier, Done done) {
       const int64_t c = tiles_[i];
       if (chunks_[c].row != row) s = sized(rows_[row = chunks_[c].row]);
       update(c, s);
-      done(c, s);
+      done(c);
     });
   }
   each(next_one_, 0, one_.size(), [&](size_t i) {
@@ -78,7 +78,7 @@ void AdafactorWalk::run(Barrier& barrier, Done done) {
     rms(row.first_chunk);
     const RowScalars s = sized(row);
     update(row.first_chunk, s);
-    done(row.first_chunk, s);
+    done(row.first_chunk);
   });
 }
 

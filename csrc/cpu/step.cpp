@@ -164,7 +164,7 @@ struct Step {
 
   // Adafactor's passes over each row, instead of run_update.
   void run_walk(AdafactorWalk& walk, Barrier& barrier) {
-    walk.run(barrier, [&](int64_t c, const RowScalars&) {
+    walk.run(barrier, [&](int64_t c) {
       const Row& row = rows[chunks[c].row];
       if (!(row.flags & kGradShared)) scale_grad(row, chunks[c], c);
     });

@@ -163,16 +163,16 @@ class RowSet:
     def _mark_unknown_params(self) -> None:
         """Asks for the sum of squares of parameters that somebody else may have written since the last step.
 
-        A write through ``p.data`` leaves no trace: it is noticed when the step after the next one begins.
+        A write through ``p.data`` leaves no trace: one step goes on with the sum of before, the one after it is right.
         """
-        now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
-        unknown = self._written(now)
+        now = self._params_now()
+        # A tensor of inference mode has no version, and is looked at every time.
+        unknown = (now != self._known_params).any(axis=0) | (now[1] == NO_VERSION)
         self.rows["flags"] |= np.where(unknown, PARAM_UNKNOWN, 0).astype(self.rows["flags"].dtype)
 
-    def _written(self, now: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Which parameters may hold something else than after the last step, by their addresses and versions."""
-        found: np.ndarray[Any, Any] = (now != self._known_params).any(axis=0) | (now[1] == NO_VERSION)
-        return found
+    def _params_now(self) -> np.ndarray[Any, Any]:
+        """Addresses and versions of the native rows' parameters, shape (2, n)."""
+        return np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
 
     def params_are_known(self, on_host: bool) -> None:
         """After a step of Adafactor: the sums of the parameters that took part are those of what they hold now.
@@ -181,8 +181,7 @@ class RowSet:
         """
         active = self.rows["flags"] & ACTIVE != 0
         active[: len(self.host)] &= on_host
-        now = np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
-        self._known_params = np.where(active, now, self._known_params)
+        self._known_params = np.where(active, self._params_now(), self._known_params)
 
     def _mark_shared_gradients(self) -> None:
         """Parameters may be given one and the same gradient tensor; it is scaled once."""

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import masters
 from .adamw import OPTIONS_DOC
 from .base import OPTIONS, FusedOptimizer, check_options
-from .formats import Formats
 from .rules import SGDRule
 
 _RULES = (SGDRule(), SGDRule(counts=True))
@@ -24,7 +24,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     @property
     def _rule(self) -> SGDRule:  # type: ignore[override]
-        return _RULES[Formats(self.defaults).draws]
+        return _RULES[self.defaults.get("master_weights") in masters.DRAWS]  # asked for several times a step
 
     def __init__(
         self,
