@@ -9,6 +9,7 @@
 
 namespace mo {
 namespace MO_ISA {
+namespace {  // each object has its own: see csrc/README.md, no weak symbols
 
 static_assert(kTileCols <= kTile, "a run of a tile fits into a buffer");
 
@@ -176,5 +177,6 @@ inline double param_sum(const S* p, int64_t n) {
   return sum.total();
 }
 
+}  // namespace
 }  // namespace MO_ISA
 }  // namespace mo

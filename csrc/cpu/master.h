@@ -10,6 +10,7 @@
 
 namespace mo {
 namespace MO_ISA {
+namespace {  // each object has its own: see csrc/README.md, no weak symbols
 
 // The bits of n weights of split or split8; S: the remainder's type, kScale: what it is multiplied by.
 template <int kScale, class S>
@@ -192,5 +193,6 @@ inline void for_each_weight(const Row& row, const Chunk& chunk, const RowScalars
   stats->param_sumsq = of_kept.param_sumsq;
 }
 
+}  // namespace
 }  // namespace MO_ISA
 }  // namespace mo

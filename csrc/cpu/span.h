@@ -11,6 +11,7 @@
 
 namespace mo {
 namespace MO_ISA {
+namespace {  // each object has its own: see csrc/README.md, no weak symbols
 
 constexpr int64_t kTile = 2048;  // elements; five float64 tiles are 80 KiB, within L2 everywhere
 
@@ -176,5 +177,6 @@ inline void store_tile(void* to, const double* from, int dtype, int64_t n) {
   store_tile(to, narrow, dtype, n);
 }
 
+}  // namespace
 }  // namespace MO_ISA
 }  // namespace mo

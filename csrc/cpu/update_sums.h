@@ -7,6 +7,7 @@
 
 namespace mo {
 namespace MO_ISA {
+namespace {  // each object has its own: see csrc/README.md, no weak symbols
 
 class UpdateSums {
  public:
@@ -84,5 +85,6 @@ inline void add_sums(UpdateSums& sums, const T* update, const T* old, const T* k
   for (int k = 0; k < lanes; k += width) one(rest[0] + k, rest[1] + k, rest[2] + k, k, int(n - i) - k);
 }
 
+}  // namespace
 }  // namespace MO_ISA
 }  // namespace mo
