@@ -12,6 +12,9 @@ namespace mo {
 enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kF64 = 3, kDTypes = 4 };
 // Element types of the rest of a weight that its parameter does not hold.
 enum RestType : int32_t { kI16 = 4, kI8 = 5 };
+// Element types of quantised moments, 8 or 4 bits wide: signed values, or square roots; see rules/quantised.h. Their codes
+// lie in the order of the shape without gaps, two of 4 bits in a byte, the first in its lower half.
+enum QuantType : int32_t { kQ8 = 6, kQ8Root = 7, kQ4 = 8, kQ4Root = 9 };
 
 // Operands of a row, in the order of Row::dtype and Layout::stride.
 enum Operand : int32_t { kParam = 0, kGrad = 1, kState0 = 2, kState1 = 3, kState2 = 4, kMaster = 5, kOperands = 6 };
@@ -38,7 +41,7 @@ struct Row {
   uint64_t step;    // address of the 0-dim step counter, 0 where the rule has none
   uint64_t layout;  // address of a Layout, 0 when every operand is dense in the same element order
   int64_t numel;
-  uint8_t dtype[7];  // DType of each Operand (of kMaster also a RestType), and one unused
+  uint8_t dtype[7];  // DType of each Operand (of kMaster also a RestType, of states a QuantType), and one unused
   uint8_t master_mode;
   int32_t group;     // index into the Hyper table
   int32_t flags;     // RowFlag bits
@@ -49,7 +52,9 @@ struct Row {
   uint64_t factored;  // Adafactor: address of a Factored
   uint64_t master;    // the rest of the weights, or 0
   uint64_t stream;    // of random numbers: from the seed and the parameter's position
-  uint64_t reserved[15];  // a power of two: with another size Triton's kernels run out of registers
+  uint64_t scale[3];  // of quantised states: addresses of a float32 for each block
+  int64_t block;      // elements of a block of quantised states, a power of two; 0: they are not quantised
+  uint64_t reserved[11];  // a power of two: with another size Triton's kernels run out of registers
 };
 static_assert(sizeof(Row) == 256, "Row is mirrored by mo_fused/table.py");
 

@@ -76,6 +76,10 @@ struct Exchange {
   }
 };
 
+uint64_t& address_in(Row& row, int32_t place) {
+  return place == kMaster ? row.master : place >= kOperands ? row.scale[place - kOperands] : row.state[place - kState0];
+}
+
 }  // namespace
 
 int64_t scan(PyObject* api, PyObject* items, TensorRecord* out) {
@@ -129,7 +133,7 @@ int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject
       if (!item && PyErr_Occurred()) return -1;
       exchange.record(item, r);
       if (r.layout != expected) return kRowsChanged;
-      (k >= slots ? row.step : places[k] == kMaster ? row.master : row.state[places[k] - kState0]) = r.address;
+      (k >= slots ? row.step : address_in(row, places[k])) = r.address;
     }
   }
   return result;

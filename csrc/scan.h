@@ -34,7 +34,8 @@ enum RefreshResult : int64_t { kRowsChanged = 1, kStridedGradient = 2, kMissingG
 
 // Writes the present addresses and flags of all rows, unless something else than an address has changed: then returns
 // kRowsChanged at once (the rows have to be planned again). `keys`: names of the state slots, the step last where
-// has_step; `places`: for each slot its Operand, which slots that no row has together may share. `seen`: layout hashes
+// has_step; `places`: for each slot its Operand (kOperands and more: scales of state 0, 1, 2),
+// which slots that no row has together may share. `seen`: layout hashes
 // that the rows were planned for, [2 + len(keys)][n]: parameters, gradients, keys; 0 for a slot that a row does not
 // have. `flags`: RowFlag bits beside kActive. `grads` receives the gradients.
 int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject* keys, bool has_step, PyObject* grads,

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import errors, masters
 from .optim.adamw import Adam, AdamW
 from .optim.base import FusedOptimizer
+from .optim.formats import expand
 from .optim.rules import AdafactorRule
 
 StateDict = dict[str, Any]
@@ -24,9 +25,9 @@ def to_torch_state_dict(opt: FusedOptimizer) -> StateDict:
     """A ``state_dict`` that holds what torch's class of the same name keeps, and nothing else.
 
     Master weights, SGD's count of steps and this package's group keys are left out; moments keep the dtype they have
-    (torch casts them to the parameter's when it loads them). Tensors are shared with the optimizer, as in
-    ``state_dict()``. What a parameter's master weights had beyond the parameter is lost: save ``opt.state_dict()`` to
-    go on with this package.
+    (torch casts them to the parameter's when it loads them), quantised ones become float32. Other tensors are shared
+    with the optimizer, as in ``state_dict()``. What a parameter's master weights had beyond it is lost: save
+    ``opt.state_dict()`` to go on with this package.
 
     Raises:
         ValueError: Adafactor groups in transformers' form, or with a first moment, which torch's class does not have.
@@ -39,13 +40,23 @@ def to_torch_state_dict(opt: FusedOptimizer) -> StateDict:
             if group.get(name, plain) is not plain:
                 raise errors.not_in_torch(f"{name}={group[name]!r}")
     dropped = {*masters.ALL_SLOTS, *(() if "exp_avg" in opt._rule.all_slots else ("step",))}
-    state = {
-        key: kept
-        for key, entry in found["state"].items()
-        if (kept := {name: value for name, value in entry.items() if name not in dropped})
-    }
+    params = [p for group in opt.param_groups for p in group["params"]]
+    state = {}
+    for key, entry in found["state"].items():
+        kept = dict(entry)
+        if isinstance(key, int):  # the position of a parameter
+            expand(kept, params[key], torch.float32)
+        kept = {name: kept[name] for name in _in_order(kept) if name not in dropped}
+        if kept:
+            state[key] = kept
     groups = [{k: v for k, v in group.items() if k not in _OWN_GROUP_KEYS} for group in found["param_groups"]]
     return {**found, "state": state, "param_groups": groups}
+
+
+def _in_order(entry: StateDict) -> list[str]:
+    """Names as torch's classes have them one after the other: ``step``, moments, the rest."""
+    order = {name: i for i, name in enumerate(("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"))}
+    return sorted(entry, key=lambda name: order.get(name, len(order)))
 
 
 def from_state_dict(opt: FusedOptimizer, state_dict: StateDict, *, source: str) -> None:

@@ -191,7 +191,8 @@ class DevicePart:
     def measures_first(self, ask: Request) -> bool:
         """Whether gradients are read before the update: something is decided by them, or float64 needs care."""
         table = self.table
-        return ask.gated or (ask.stats and (table.wide_gradients or table.tiling is not None or table.masters))
+        costly = table.wide_gradients or table.tiling is not None or table.masters or table.quantised
+        return ask.gated or (ask.stats and costly)
 
     @property
     def measures_always(self) -> bool:

@@ -50,6 +50,8 @@ class Launch:
     """The parameters are float64, and so is the arithmetic."""
     mode: int = 0
     """MasterMode of csrc/abi.h."""
+    block: int = 0
+    """Elements of a block of quantised moments; 0: they are not quantised."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class DeviceTable:
         self._layouts = self._to_device(words)
         for at, row in enumerate(layouts):
             rows["layout"][row] = self._layouts[at].data_ptr()
-        of_rows = list(zip(signatures, rows["master_mode"].tolist(), strict=True))
+        of_rows = list(zip(signatures, rows["master_mode"].tolist(), rows["block"].tolist(), strict=True))
         self._kinds = sorted(set(of_rows))
         place = {kind: i for i, kind in enumerate(self._kinds)}
         self._kind = np.array([place[kind] for kind in of_rows], dtype=np.int64)
@@ -184,8 +186,9 @@ class DeviceTable:
         self._split = split
         # Under parameters of another dtype everything is computed in float32.
         self._wide = np.array([s[0] == 3 for s in signatures], dtype=bool)
-        self.masters = any(mode != 0 for _, mode in self._kinds)
-        self.wide_gradients = any(s[1] == 3 for s, _ in self._kinds)
+        self.masters = any(mode != 0 for _, mode, _ in self._kinds)
+        self.quantised = any(block != 0 for _, _, block in self._kinds)
+        self.wide_gradients = any(s[1] == 3 for s, _, _ in self._kinds)
         size = chunk_elements(int(rows["numel"].sum()))
         self._linear_row, self._linear_start = cut(rows["numel"], size)
         self._linear_length = np.minimum(size, rows["numel"][self._linear_row] - self._linear_start)
@@ -306,8 +309,9 @@ class DeviceTable:
         at = edges_tensor.data_ptr()
         for k, programs in plans:
             if self._split:
-                signature, mode = self._kinds[k >> 2]
-                launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at, signature[0] == 3, mode))
+                signature, mode, block = self._kinds[k >> 2]
+                wide = signature[0] == 3
+                launches.append(Launch(signature, bool(k & 1), bool(k & 2), programs, at, wide, mode, block))
             else:
                 launches.append(Launch((-1, -1, -1, -1, -1), False, False, programs, at, bool(k >> 2)))
             at += 4 * (programs + 1)

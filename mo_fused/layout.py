@@ -24,6 +24,8 @@ class Plan:
     """Codes of csrc/abi.h; -1 where there is no such operand."""
     layout: list[int] | None
     """Words of a Layout record (csrc/abi.h), or None when the operands are dense in one and the same order."""
+    block: int = 0
+    """Elements that share a scale, where the state is quantised."""
 
 
 @dataclass(frozen=True)

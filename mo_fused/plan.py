@@ -14,33 +14,26 @@ from typing import Any
 
 from torch import nn
 
+from mo_fused import quantised
 from mo_fused.activations import SOURCE, activation_bytes
 from mo_fused.planned_model import DTYPES, Weight, dimensions, load_model, option_of, parse_count, refuse, weight_of
 
-# The one table of what formats take: bytes of an element of the (first, second) moment. The second moment is never in
-# 4 bits: int4 keeps it as int8 does.
-_SCALE = 4 / 128  # one fp32 scale for each block of 128 elements
-MOMENT_BYTES = {
-    "fp32": (4.0, 4.0),
-    "bf16": (2.0, 2.0),
-    "int8": (1 + _SCALE, 1 + _SCALE),
-    "int4": (0.5 + _SCALE, 1 + _SCALE),
-}
-QUANTISED = ("int8", "int4")
-SMALLEST_QUANTISED = 4096  # tensors of fewer elements, and vectors, keep fp32 state
+# Bytes of an element of each moment; what they take in fewer than 16 bits is in quantised.py.
+MOMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 # Bytes of an element on top of the parameter's own, and the parameters' dtypes that allow it.
 MASTER_BYTES = {"none": 0, "fp32": 4, "split": 2, "split8": 1, "kahan": 2, "stochastic": 0}
 _16_BITS = ("bf16", "fp16")
 MASTER_DTYPES = {"fp32": _16_BITS, "split": ("bf16",), "split8": ("bf16",), "kahan": _16_BITS, "stochastic": _16_BITS}
 
-STATE_DTYPES = ("none", *MOMENT_BYTES)
-MOMENTS: dict[str, tuple[str, ...]] = {
-    "adamw": ("first moment", "second moment"),
-    "adam": ("first moment", "second moment"),
-    "sgd": ("momentum",),
-    "sgd-no-momentum": (),
-    "adafactor": ("factored second moment",),
+STATE_DTYPES = ("none", *MOMENT_BYTES, *quantised.QUANTISED)
+# What each optimizer keeps, by the name of the slot.
+MOMENTS: dict[str, dict[str, str]] = {
+    "adamw": {"exp_avg": "first moment", "exp_avg_sq": "second moment"},
+    "adam": {"exp_avg": "first moment", "exp_avg_sq": "second moment"},
+    "sgd": {"momentum_buffer": "momentum"},
+    "sgd-no-momentum": {},
+    "adafactor": {"variance": "factored second moment"},
 }
 
 GB = 10**9
@@ -146,8 +139,6 @@ def collect(config: PlanConfig) -> dict[str, Any]:
     if config.master_weights != "none":
         memory[f"master weights ({config.master_weights})"] = _masters(trained, config.master_weights)
     memory |= _moments(trained, config, notes)
-    if config.state_dtype in QUANTISED:
-        notes.append(f"the optimizers of this version do not have {config.state_dtype} states yet")
     per_parameter = sum(memory.values()) / count
     if model is not None and (buffers := [weight_of(b, config.dtype) for b in model.buffers()]):
         memory["buffers"] = sum(b.count * b.item for b in buffers)
@@ -237,29 +228,37 @@ def _masters(trained: list[Weight], kind: str) -> int:
     return sum(w.count for w in trained if w.dtype in allowed) * MASTER_BYTES[kind]
 
 
-def _is_quantised(w: Weight) -> bool:
-    return w.shape is None or (len(w.shape) >= 2 and w.count >= SMALLEST_QUANTISED)
+def _moment_item(w: Weight, slot: str, kept: str) -> float:
+    """Bytes of an element of a moment."""
+    if kept == "none":
+        return w.item
+    if kept in MOMENT_BYTES:
+        return MOMENT_BYTES[kept]
+    block = quantised.LARGEST_BLOCK[kept] if w.shape is None else _block(w, kept)
+    return quantised.code_of(slot, kept).bits / 8 + 4 / block if block else MOMENT_BYTES["fp32"]
+
+
+def _block(w: Weight, kept: str) -> int:
+    return quantised.block_for(w.shape or (), kept) if w.dtype in ("fp32", *_16_BITS) else 0
 
 
 def _moments(trained: list[Weight], config: PlanConfig, notes: list[str]) -> dict[str, int]:
     if config.optimizer == "adafactor":
-        return {MOMENTS["adafactor"][0]: _factored(trained, config, notes)}
-    sizes = dict.fromkeys(MOMENTS[config.optimizer], 0.0)
-    full = 0
-    for w in trained:
-        dtype = config.state_dtype
-        if dtype in QUANTISED and not _is_quantised(w):
-            dtype = "fp32"
-            full += 1
-        for name, item in zip(sizes, (w.item, w.item) if dtype == "none" else MOMENT_BYTES[dtype]):
-            sizes[name] += w.count * item
-    if config.state_dtype in QUANTISED and sizes:
+        return {MOMENTS["adafactor"]["variance"]: _factored(trained, config, notes)}
+    kept = config.state_dtype
+    sizes = {
+        name: math.ceil(sum(w.count * _moment_item(w, slot, kept) for w in trained))
+        for slot, name in MOMENTS[config.optimizer].items()
+    }
+    if kept in quantised.QUANTISED and sizes:
+        full = sum(not _block(w, kept) for w in trained)
         notes.append(
             "a bare count: all parameters count as matrices; vectors and small tensors would keep fp32 state"
             if config.model is None
-            else f"{full} of {len(trained)} tensors keep fp32 state: vectors, and below {SMALLEST_QUANTISED} elements"
+            else f"{full} of {len(trained)} tensors keep fp32 state: vectors, below {quantised.SMALLEST} elements, "
+            f"without blocks of {quantised.SMALLEST_BLOCK}"
         )
-    return {name: math.ceil(size) for name, size in sizes.items()}
+    return sizes
 
 
 def _factored(trained: list[Weight], config: PlanConfig, notes: list[str]) -> int:

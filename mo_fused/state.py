@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import dispatch, errors, masters
+from . import dispatch, errors, masters, quantised
 
 if TYPE_CHECKING:
     from .optim.rules import Rule
@@ -85,6 +85,8 @@ def _check_names(saved_groups: list[Group], groups: list[Group]) -> None:
 def _own_copy(value: Any, param: Tensor, key: str) -> Any:
     if not isinstance(value, Tensor):
         return value
+    if key in quantised.ALL_SLOTS:  # in the order of the shape, whatever the parameter's
+        return value.detach().to(device=param.device, copy=True, memory_format=torch.contiguous_format)
     if key == "step" or value.shape != param.shape or type(value) is not Tensor or type(param.data) is not Tensor:
         device = value.device if key == "step" else param.device
         return value.detach().to(device=device, copy=True)
@@ -125,6 +127,8 @@ class Loader:
                 shape = param.shape if slot in masters.ALL_SLOTS else self._rule.slot_shape(slot, param)
                 if isinstance(value, Tensor) and value.shape != shape:
                     raise errors.state_mismatch("shape", name, slot, tuple(shape), tuple(value.shape))
+            for slot in quantised.MOMENTS:
+                quantised.check(entry, slot, param.shape, name)
             self._state[param] = {k: _own_copy(v, param, k) for k, v in entry.items() if v is not None}
         # These are keys of this package's groups: a plain torch checkpoint does not know them and must not lose them.
         keys = ("clip", *self._rule.group_keys)

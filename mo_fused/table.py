@@ -20,6 +20,7 @@ from .layout import walking_order
 
 OPERANDS = 6  # param, grad, state0..2, the rest of the weights
 GRAD, STATE0, MASTER = 1, 2, 5  # places among the operands
+SCALE0 = OPERANDS  # places of scales of quantised states, behind the operands
 
 # Mirrors of the structs in csrc/abi.h and csrc/scan.h; check_abi compares the sizes with the library's.
 ROW = np.dtype(
@@ -41,7 +42,9 @@ ROW = np.dtype(
         ("factored", "u8"),
         ("master", "u8"),
         ("stream", "u8"),
-        ("reserved", "u8", (15,)),
+        ("scale", "u8", (3,)),
+        ("block", "i8"),
+        ("reserved", "u8", (11,)),
     ]
 )
 CHUNK = np.dtype([("start", "i8"), ("row", "i4"), ("length", "i4")])
@@ -221,13 +224,20 @@ def refresh_rows(
     slots = len(keys) - has_step
     for k in range(slots):
         there = seen[2 + k] != 0
-        column = rows["master"] if places[k] == MASTER else rows["state"][:, places[k] - STATE0]
+        column = _column(rows, int(places[k]))
         column[there] = address[2 + k][there]
     if has_step:
         rows["step"] = address[2 + slots]
     rows["flags"] = flags | np.where(active, ACTIVE, 0)
     strided = 0 if now["contiguous"][1][active].all() else STRIDED_GRADIENT
     return grads, strided | (0 if active.all() else MISSING_GRADIENT)
+
+
+def _column(rows: np.ndarray[Any, Any], place: int) -> np.ndarray[Any, Any]:
+    """Where the rows keep the address of a slot."""
+    if place == MASTER:
+        return rows["master"]
+    return rows["scale"][:, place - SCALE0] if place >= SCALE0 else rows["state"][:, place - STATE0]
 
 
 def same_items(a: list[Any], b: list[Any]) -> bool:

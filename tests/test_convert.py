@@ -136,7 +136,7 @@ def test_what_is_refused_changes_nothing() -> None:
 def test_loading_says_what_changes() -> None:
     params, opt = trained(mo_fused.AdamW, torch.bfloat16, master_weights="fp32", state_dtype="fp32")
     other = mo_fused.AdamW(params, master_weights="split", state_dtype="bf16")
-    with pytest.warns(UserWarning, match=r"exp_avg from float32 to bf16 \(4 parameters\).*master weights from fp32 to"):
+    with pytest.warns(UserWarning, match=r"exp_avg from fp32 to bf16 \(4 parameters\).*master weights from fp32 to"):
         other.load_state_dict(opt.state_dict())
     plain = torch.optim.AdamW(params)
     drive(plain, params, gradients(SHAPES, 1, torch.bfloat16))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import mo_fused
-from mo_fused import cli, masters, plan, planned_model
+from mo_fused import cli, masters, plan, planned_model, quantised
 from mo_fused.activations import activation_bytes
 from mo_fused.optim.formats import Formats
 from mo_fused.plan import PlanConfig, collect, report
@@ -86,10 +86,10 @@ def test_readme_shows_what_is_printed() -> None:
         (dict(optimizer="adam", dtype="fp32"), [4, 4]),
         (dict(optimizer="adamw", dtype="fp32", state_dtype="bf16"), [2, 2]),
         (dict(optimizer="sgd"), [2]),
-        (dict(optimizer="sgd", state_dtype="int4"), [0.53125]),
+        (dict(optimizer="sgd", state_dtype="int4"), [0.5 + 4 / 128]),
         (dict(optimizer="sgd-no-momentum", state_dtype="int8"), []),
-        (dict(optimizer="adamw", state_dtype="int8"), [1.03125, 1.03125]),
-        (dict(optimizer="adamw", state_dtype="int4"), [0.53125, 1.03125]),
+        (dict(optimizer="adamw", state_dtype="int8"), [1 + 4 / 256, 1 + 4 / 256]),
+        (dict(optimizer="adamw", state_dtype="int4"), [0.5 + 4 / 128, 0.5 + 4 / 128]),
         (dict(optimizer="adafactor"), [0]),
     ],
 )
@@ -140,7 +140,7 @@ def test_modes_and_dtypes_are_those_of_the_optimizers() -> None:
     names = {"bf16": torch.bfloat16, "fp16": torch.float16}
     assert set(plan.MASTER_BYTES) == {"none", *masters.MODES}
     assert set(plan.MASTER_DTYPES) == set(masters.MODES)
-    assert set(STATE_DTYPES) | {"none", *plan.QUANTISED} == set(plan.STATE_DTYPES)
+    assert {"none", *STATE_DTYPES, *quantised.QUANTISED} == set(plan.STATE_DTYPES)
     for mode, allowed in plan.MASTER_DTYPES.items():
         assert set(allowed) == {"bf16"} if mode in masters.BF16_ONLY else {"bf16", "fp16"}
         for name in allowed:
@@ -208,8 +208,8 @@ def test_small_tensors_and_vectors_keep_fp32_state(build: Any) -> None:
         "return nn.ParameterList([torch.empty(64, 64), torch.empty(63, 65), torch.empty(8192), torch.empty(2, 64, 32)])"
     )
     found = collect(PlanConfig(model=spec, dtype="bf16", state_dtype="int4"))
-    assert found["bytes"]["first moment"] == 2 * 4096 * 0.53125 + 4 * (63 * 65 + 8192)
-    assert found["bytes"]["second moment"] == 2 * 4096 * 1.03125 + 4 * (63 * 65 + 8192)
+    expected = 4096 * (0.5 + 4 / 64) + 4096 * (0.5 + 4 / 128) + 4 * (63 * 65 + 8192)
+    assert found["bytes"]["first moment"] == found["bytes"]["second moment"] == expected
     assert any(note.startswith("2 of 4 tensors keep fp32 state") for note in found["notes"])
 
 
@@ -258,15 +258,15 @@ def test_state_is_what_the_optimizers_have(build: Any, dtype: torch.dtype) -> No
         ours.step()
         state = [t for s in ours.state.values() for key, t in s.items() if key != "step" and torch.is_tensor(t)]
         found = memory(model=spec, optimizer=optimizer, dtype=name)
-        planned = sum(found[moment] for moment in plan.MOMENTS[optimizer])
+        planned = sum(found[moment] for moment in plan.MOMENTS[optimizer].values())
         assert planned == sum(t.numel() * t.element_size() for t in state) > 0, optimizer
 
 
-@pytest.mark.parametrize("state_dtype", ["none", "fp32", "bf16"])
+@pytest.mark.parametrize("state_dtype", ["none", "fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("kind", ["none", *masters.MODES])
 def test_formats_are_what_the_optimizers_have(build: Any, kind: str, state_dtype: str) -> None:
-    spec = build("return nn.Sequential(nn.Linear(30, 70), nn.LayerNorm(70))")
-    model = nn.Sequential(nn.Linear(30, 70), nn.LayerNorm(70)).to(torch.bfloat16)
+    spec = build("return nn.Sequential(nn.Linear(30, 150), nn.Linear(96, 64), nn.LayerNorm(70))")
+    model = nn.Sequential(nn.Linear(30, 150), nn.Linear(96, 64), nn.LayerNorm(70)).to(torch.bfloat16)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     settings = {

@@ -8,6 +8,7 @@
 //   Row::stream and the number of the step where random bits are drawn.
 #include <type_traits>
 
+#include "cpu/adamw_quantised.h"
 #include "cpu/kernels.h"
 #include "cpu/master.h"
 #include "cpu/span.h"
@@ -149,7 +150,7 @@ bool is_split_of_bf16(const Row& row) {
   for (int op = kParam; op <= kState1; ++op) {
     if (row.dtype[op] != kBF16) return false;
   }
-  return row.master_mode == kSplit && row.layout == 0;
+  return row.master_mode == kSplit && row.layout == 0 && row.block == 0;
 }
 
 using Function = void (*)(const Row&, const Span&, const RowScalars&, UpdateSums*);
@@ -177,7 +178,8 @@ void launch_adamw(const Row& row, const Chunk& chunk, const RowScalars& rs, bool
   const Function run = amsgrad ? (stats ? choose<true, true>(row) : choose<true, false>(row))
                                : (stats ? choose<false, true>(row) : choose<false, false>(row));
   const unsigned state = 1u << kState0 | 1u << kState1 | (amsgrad ? 1u << kState2 : 0u);
-  if (row.master_mode != kNoMaster) {
+  if (row.block != 0 && !amsgrad && !stats && launch_adamw_quantised(row, chunk, rs)) return;
+  if (row.master_mode != kNoMaster || row.block != 0) {
     const auto run = amsgrad ? (stats ? weighted<true, true> : weighted<true, false>)
                              : (stats ? weighted<false, true> : weighted<false, false>);
     const int64_t done = !amsgrad && !stats && is_split_of_bf16(row) ? split_of_bf16(row, chunk, rs) : 0;

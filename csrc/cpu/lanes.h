@@ -91,6 +91,16 @@ MO_RULE f64v square_root(const f64v& x) {
 #endif
 }
 
+MO_RULE f32v larger(const f32v& x, const f32v& y) {
+#if defined(__AVX512F__)
+  return (f32v)_mm512_max_ps((__m512)x, (__m512)y);
+#elif defined(__AVX2__)
+  return (f32v)_mm256_max_ps((__m256)x, (__m256)y);
+#else
+  return x > y ? x : y;
+#endif
+}
+
 MO_RULE f32v load(const float* p) {
   f32v v;
   memcpy(&v, p, sizeof v);
@@ -236,6 +246,66 @@ MO_RULE void store_low(int8_t* p, const u32v& x) {
 MO_RULE uint32_t load_one(const uint16_t* p) { return *p; }
 MO_RULE uint32_t load_one(const int16_t* p) { return uint32_t(int32_t(*p)); }
 MO_RULE uint32_t load_one(const int8_t* p) { return uint32_t(int32_t(*p)); }
+
+// Two integers of 4 bits a byte, the first in the lower half, as 32; and the lowest 4 bits of each back.
+MO_RULE u32v load_nibbles(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m512i pairs = _mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)p));
+  return (u32v)_mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28)) & 0xfu;
+#elif defined(__AVX2__)
+  int32_t bytes;
+  memcpy(&bytes, p, sizeof bytes);
+  const __m256i pairs = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(bytes));
+  return (u32v)_mm256_or_si256(pairs, _mm256_slli_epi64(pairs, 28)) & 0xfu;
+#else
+  u32v r = {};
+  for (int i = 0; i < Vec<float>::width; ++i) r[i] = uint32_t(p[i / 2]) >> (i % 2 * 4) & 0xfu;
+  return r;
+#endif
+}
+MO_RULE void store_nibbles(uint8_t* p, const u32v& x) {
+#if defined(__AVX512F__)
+  const __m512i low = (__m512i)(x & 0xfu);
+  _mm_storel_epi64((__m128i*)p, _mm512_cvtepi64_epi8(_mm512_or_si512(low, _mm512_srli_epi64(low, 28))));
+#else
+  for (int i = 0; i < Vec<float>::width; i += 2) p[i / 2] = uint8_t((x[i] & 0xfu) | x[i + 1] << 4);
+#endif
+}
+
+// Whether any lane is at least `limit`.
+MO_RULE bool any_at_least(const u32v& x, uint32_t limit) {
+#if defined(__AVX512F__)
+  return _mm512_cmpge_epu32_mask((__m512i)x, _mm512_set1_epi32(int32_t(limit))) != 0;
+#elif defined(__AVX2__)
+  const __m256i least = _mm256_set1_epi32(int32_t(limit));
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi32(_mm256_max_epu32((__m256i)x, least), (__m256i)x)) != 0;
+#else
+  bool found = false;
+  for (int i = 0; i < Vec<float>::width; ++i) found |= x[i] >= limit;
+  return found;
+#endif
+}
+
+// rules/master.h's split_join and its counterparts, a vector at a time, without what only few weights need where none of
+// the vector is one of them. `low`: the remainder in the units of a weight's last bit.
+MO_RULE f32v join_weights(const u32v& upper, const u32v& low) {
+  // Zero, infinity (and NaN) in one comparison.
+  if (any_at_least(u32v((upper & 0x7fffu) - 1u), 0x7f7fu)) return (f32v)split_join(upper, low);
+  return (f32v)u32v((upper << 16) + low);
+}
+// Returns the weights that storage keeps.
+MO_RULE u32v store_split8(uint16_t* upper, int8_t* low, const u32v& weights, const u32v& random) {
+  if (any_at_least(u32v(weights & 0x7fffffffu), 0x7f000000u)) {  // what may round to infinity, infinity, NaN
+    const u32v u = rounded_24(weights, random), above = rounded_away(u);
+    store_low(upper, above);
+    store_low(low, u32v(split_low(u, above) >> 8));
+    return u;
+  }
+  const u32v u = weights + (random >> 24);
+  store_low(upper, u32v((u + 0x8000u) >> 16));
+  store_low(low, u32v(u >> 8));
+  return u & 0xffffff00u;
+}
 
 // Weights of 32 bits in two arrays of 16 (rules/master.h, split), two vectors at once in the order of kEvenOdd.
 MO_RULE void load2_split(const uint16_t* upper, const int16_t* low, f32v& a, f32v& b) {

@@ -1,9 +1,11 @@
 // Tiles of weights that are finer than their 16-bit parameter (rules/master.h): put together from the parameter and the rest,
-// and taken apart again.
+// and taken apart again. Rows with quantised moments go through the same tiles, with such weights or without.
 #pragma once
 
 #include "abi.h"
+#include "cpu/draws.h"
 #include "cpu/lanes.h"
+#include "cpu/quantised.h"
 #include "cpu/span.h"
 #include "cpu/update_sums.h"
 #include "rules/master.h"
@@ -18,27 +20,10 @@ inline void join_tile(float* to, const uint16_t* p, const S* rest, int64_t n) {
   constexpr int width = Vec<float>::width;
   int64_t i = 0;
   for (; i + width <= n; i += width) {
-    store(to + i, (f32v)split_join(load_wide(p + i), u32v(load_wide(rest + i) * uint32_t(kScale))));
+    store(to + i, join_weights(load_wide(p + i), u32v(load_wide(rest + i) * uint32_t(kScale))));
   }
   for (; i < n; ++i) to[i] = bits_float(split_join(load_one(p + i), load_one(rest + i) * uint32_t(kScale)));
 }
-
-// Random bits of the elements from `first` on, a vector at a time and one at a time.
-struct Draws {
-  uint64_t key;
-  int64_t first;
-  MO_RULE u32v vector(int64_t i) const {
-    const uint64_t at = uint64_t(first + i);
-    u32v low;
-    for (int k = 0; k < Vec<float>::width; ++k) low[k] = uint32_t(at) + uint32_t(k);
-    // Tiles begin at multiples of 16, so the upper half of the index is that of all elements of a vector.
-    return draw(low, uint32_t(at >> 32), key);
-  }
-  MO_RULE uint32_t one(int64_t i) const {
-    const uint64_t at = uint64_t(first + i);
-    return draw(uint32_t(at), uint32_t(at >> 32), key);
-  }
-};
 
 // Stores what element(bits, i, random bits) makes of each weight. kDraws: it needs random bits.
 template <bool kDraws, class Vector, class One>
@@ -118,10 +103,7 @@ struct Weights {
         return each_weight<true>(
             from, n, draws,
             [&](const u32v& weight, int64_t i, const u32v& random) MO_LAMBDA {
-              const u32v u = rounded_24(weight, random), upper = rounded_away(u);
-              store_low(p + i, upper);
-              store_low(low + i, u32v(split_low(u, upper) >> 8));
-              store(from + i, (f32v)u);
+              store(from + i, (f32v)store_split8(p + i, low + i, weight, random));
             },
             [&](uint32_t weight, int64_t i, uint32_t random) MO_LAMBDA {
               const uint32_t u = rounded_24(weight, random);
@@ -141,6 +123,9 @@ struct Weights {
         store_tile(rest, from, row.dtype[kMaster], n);
         return load_weights(from, param, rest, n);
       }
+      case kNoMaster:
+        store_tile(param, from, row.dtype[kParam], n);
+        return load_tile(from, param, row.dtype[kParam], n);
       default: break;
     }
     if (row.dtype[kParam] == kBF16) {
@@ -158,13 +143,15 @@ struct Weights {
 // Elements of a tile: all operands of one in float are 14 KiB, within the first cache.
 constexpr int64_t kWeightTile = 512;
 
-// A chunk of a row with a MasterMode: tiles in float, kernel(tiles, n, sums) on each, and back. `state`: bits of its state
-// operands.
+// A chunk of a row with a MasterMode or with quantised states: tiles in float, kernel(tiles, n, sums) on each, and back.
+// `state`: bits of its state operands.
 template <class Kernel>
 inline void for_each_weight(const Row& row, const Chunk& chunk, const RowScalars& rs, unsigned state, ChunkStats* stats,
                             Kernel kernel) {
   const Weights weights(row, rs);
-  const unsigned written = 1u << kParam | 1u << kMaster | state;
+  const bool quantised = row.block != 0;
+  const uint64_t state_key = quantised ? step_key(row.stream, rs.step, kState0) : 0;
+  const unsigned written = 1u << kParam | 1u << kMaster | (quantised ? 0u : state);
   UpdateSums asked, kept;
   alignas(64) float tile[kOperands][kWeightTile], old[kWeightTile];
   for_each_span(row, chunk, written | 1u << kGrad, written, [&](const Span& a) {
@@ -175,6 +162,7 @@ inline void for_each_weight(const Row& row, const Chunk& chunk, const RowScalars
       load_tile(tile[kGrad], at(kGrad), row.dtype[kGrad], n);
       for (int op = kState0; op <= kState2; ++op) {
         if (a.at[op]) load_tile(tile[op], at(op), row.dtype[op], n);
+        if (quantised && state >> op & 1) load_quantised(tile[op], row, op, a.start + i, n);
       }
       if (stats) memcpy(old, tile[kParam], size_t(n) * sizeof(float));
       kernel(tile, n, &asked);
@@ -182,6 +170,7 @@ inline void for_each_weight(const Row& row, const Chunk& chunk, const RowScalars
       if (stats) add_sums(kept, old, old, tile[kParam], n);
       for (int op = kState0; op <= kState2; ++op) {
         if (a.at[op]) store_tile(at(op), tile[op], row.dtype[op], n);
+        if (quantised && state >> op & 1) store_quantised(op, tile[op], row, state_key, a.start + i, n);
       }
     }
   });

@@ -126,7 +126,7 @@ Function choose(const Row& r) {
 
 void launch_sgd(const Row& row, const Chunk& chunk, const RowScalars& rs, ChunkStats* stats) {
   const bool momentum = row.state[0] != 0;
-  if (row.master_mode != kNoMaster) {
+  if (row.master_mode != kNoMaster || row.block != 0) {
     const auto run = momentum ? (stats ? weighted<true, true> : weighted<true, false>)
                               : (stats ? weighted<false, true> : weighted<false, false>);
     return run(row, chunk, rs, stats);

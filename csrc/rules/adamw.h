@@ -46,9 +46,9 @@ struct AdamScalars {
         penalizes(l2 != T(0)) {}
 };
 
-// p, m, v (and the running maximum w when Amsgrad) are updated in place; `update` is what the rule subtracts from p.
-template <bool Amsgrad, class V, class T>
-MO_RULE void adamw_update(V& p, V g, V& m, V& v, V& w, V& update, const AdamScalars<T>& s) {
+// The moments alone. p is looked at where weight decay belongs to the gradient (s.penalizes).
+template <class V, class T>
+MO_RULE void adamw_moments(const V& p, V g, V& m, V& v, const AdamScalars<T>& s) {
   g = g * s.coef;
   if (s.penalizes) g = g + p * s.l2;
   // Linear interpolation from the nearer end: beta = 0 gives the new value itself, and a constant gradient is a fixed
@@ -57,15 +57,28 @@ MO_RULE void adamw_update(V& p, V g, V& m, V& v, V& w, V& update, const AdamScal
   const V square = g * g;
   const V average = s.second_from_old ? v + (square - v) * s.one_minus_beta2 : square - (square - v) * s.beta2;
   v = v == T(__builtin_inf()) ? v : average;  // an average that has overflown stays so, and the update 0, as in torch
+}
+
+// The parameter, from its first moment and the root of its second; returns the update.
+template <class V, class T>
+MO_RULE V adamw_weight(V& p, const V& m, const V& root, const AdamScalars<T>& s) {
+  V update = (m / (root * s.inv_sqrt_bc2 + s.eps)) * s.step_size;
+  if (s.decays) update = update + p * s.decay;
+  // An update of zero leaves p as it is, also the sign of -0.0: a step with lr = 0 changes no bit.
+  p = update == T(0) ? p : p - update;
+  return update;
+}
+
+// p, m, v (and the running maximum w when Amsgrad) are updated in place; `update` is what the rule subtracts from p.
+template <bool Amsgrad, class V, class T>
+MO_RULE void adamw_update(V& p, V g, V& m, V& v, V& w, V& update, const AdamScalars<T>& s) {
+  adamw_moments(p, g, m, v, s);
   V second = v;
   if (Amsgrad) {
     w = (w > v) | (w != w) ? w : v;  // a NaN that is already there stays, as in torch.maximum
     second = w;
   }
-  update = (m / (square_root(second) * s.inv_sqrt_bc2 + s.eps)) * s.step_size;
-  if (s.decays) update = update + p * s.decay;
-  // An update of zero leaves p as it is, also the sign of -0.0: a step with lr = 0 changes no bit.
-  p = update == T(0) ? p : p - update;
+  update = adamw_weight(p, m, V(square_root(second)), s);
 }
 
 }  // namespace MO_ISA

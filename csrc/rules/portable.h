@@ -29,6 +29,9 @@ MO_RULE float square_root(float x) { return __builtin_sqrtf(x); }
 MO_RULE double square_root(double x) { return __builtin_sqrt(x); }
 #endif
 
+// The larger, and y where they do not compare; the vector form is in cpu/lanes.h.
+MO_RULE float larger(float x, float y) { return x > y ? x : y; }
+
 // A scalar in the compute type, rounded once. Every NaN becomes the plain one: bf16 kernels rely on NaNs with a lower half
 // of zeros (cpu/lanes.h, store2).
 template <class T>

@@ -26,16 +26,21 @@ MO_RULE uint64_t step_key(uint64_t stream, int64_t step, uint64_t slot) {
 }
 
 // 32 random bits for element `index`. U: uint32_t, or a vector of it; `low` and `high` are the halves of the index.
+// `scaled`: low * kIndexScale, which a vector of consecutive elements has from its first one's with an addition.
+constexpr uint32_t kIndexScale = 0x9e3779b1u;
 template <class U>
-MO_RULE U draw(U low, uint32_t high, uint64_t key) {
-  U x = low * 0x9e3779b1u;
-  x ^= uint32_t(key) + high * 0x85ebca77u;
+MO_RULE U draw_scaled(U scaled, uint32_t high, uint64_t key) {
+  U x = scaled ^ (uint32_t(key) + high * 0x85ebca77u);
   x ^= x >> 16;
   x *= 0x21f0aaadu;
   x ^= x >> 15;
   x += uint32_t(key >> 32);
   x *= 0x735a2d97u;
   return x ^ (x >> 15);
+}
+template <class U>
+MO_RULE U draw(U low, uint32_t high, uint64_t key) {
+  return draw_scaled(U(low * kIndexScale), high, key);
 }
 
 }  // namespace MO_ISA

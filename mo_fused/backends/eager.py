@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import masters, reference
+from .. import masters, quantised, reference
 from ..stats import StatsBuffer
 from ..table import FINISH, MEASURE, UPDATE, Table
 
@@ -142,8 +142,12 @@ def _update(
     rest = entry.get(masters.SLOTS.get(mode, "")) if mode else None
     p = masters.load(param, rest, mode) if mode else reference.widen(param.detach(), compute)
     g = reference.widen(grad.detach(), compute)
-    moments = [k for k in row.slots if k not in masters.ALL_SLOTS]
-    slots: list[Any] = [reference.widen(entry[k], compute) for k in moments]
+    moments = list(dict.fromkeys(_slot(k) for k in row.slots if k not in masters.ALL_SLOTS))
+    codes = [quantised.find(entry, k) if row.plan is not None and row.plan.block else None for k in moments]
+    slots: list[Any] = [
+        reference.widen(entry[k], compute) if code is None else quantised.load(entry, k, code, param.shape)
+        for k, code in zip(moments, codes, strict=True)
+    ]
     coef = -scale if hyper["maximize"] else scale
     if row.has_step:
         entry["step"] += 1
@@ -183,10 +187,25 @@ def _update(
         # Before the write: p may be the parameter's own memory.
         sums = _sums(update, kept - p, kept) if want_sums else (0.0, 0.0, 0.0)
         param.detach().copy_(stored)
-    for key, value in zip(moments, new_slots, strict=False):
+    for key, code, value in zip(moments, codes, new_slots, strict=False):
         assert value is not None
-        entry[key].copy_(reference.narrow(value, entry[key].dtype))
+        if code is None:
+            entry[key].copy_(reference.narrow(value, entry[key].dtype))
+        else:
+            quantised.store(entry, key, code, value, _rounding_bits(key, row, int(entry["step"])))
     return sums
+
+
+def _slot(name: str) -> str:
+    return quantised.slot_of(name) if name in quantised.ALL_SLOTS else name
+
+
+def _rounding_bits(key: str, row: Row, step: int) -> Tensor | None:
+    """16 random bits for each element: half of a draw for each of the two moments, none for a running maximum."""
+    if key == "max_exp_avg_sq":
+        return None
+    drawn = masters.draw(row.param.shape, masters.step_key(row.stream, step, quantised.STATE_SLOT), row.param.device)
+    return drawn & 0xFFFF if key == "exp_avg_sq" else drawn >> 16
 
 
 def _sums(update: Tensor, stored: Tensor, param: Tensor) -> tuple[float, float, float]:

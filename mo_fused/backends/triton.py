@@ -22,7 +22,7 @@ SPLIT = True
 THREADS = 128
 ROWS = 64
 TILE = 512
-BYTES = {0: 4, 1: 2, 2: 2, 3: 8, -1: 1}
+BYTES = {0: 4, 1: 2, 2: 2, 3: 8, 6: 1, 7: 1, 8: 1, 9: 1, -1: 1}
 F16, F64 = 2, 3
 ADAFACTOR = 3
 FACTOR_THREADS = 512
@@ -67,7 +67,7 @@ def shape(signature: Signature, aligned: bool, sums: bool) -> dict[str, Any]:
 
     16-bit tensors go by 8 bytes where eight elements of every operand would not fit into 80 registers: with statistics
     (sums in float64), with addresses that are not aligned, and with more than four operands. Conversions of fp16 take
-    as much as one operand more.
+    as much as one operand more. A tile has at least 256 elements: whole blocks of quantised moments.
     """
     widest = max(BYTES[code] for code in signature)
     held = sum(code >= 0 for code in signature) + (F16 in signature)
@@ -210,9 +210,10 @@ def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
             "ALIGNED": one.aligned,
             "STRIDED": one.strided,
             "MODE": one.mode,
+            "QBLOCK": one.block,
             "SUMS": sums,
-            # Weights in two parts take as much as sums do.
-            **shape(one.signature, one.aligned, sums != 0 or one.mode != 0),
+            # Weights in two parts and quantised moments take as much as sums do.
+            **shape(one.signature, one.aligned, sums != 0 or one.mode != 0 or one.block != 0),
         }
         adam = ask.rule == 0
         slots = {"M": first, "V": second, "W": third} if adam else {"B": first}

@@ -76,7 +76,8 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         backend: str | None = None,
     ) -> None:
         arguments = locals()
-        options = check_options({**OPTIONS, **{name: arguments[name] for name in OPTIONS if name in arguments}})
+        given = {name: arguments[name] for name in OPTIONS if name in arguments}
+        options = check_options({**OPTIONS, **given}, quantises=False)
         own = {name: arguments[name] for name in AdafactorRule.group_keys}
         _check(own, lr)
         if clip_threshold is not None:

@@ -24,13 +24,14 @@ OPTIONS_DOC = f"""
     Keyword-only options beyond torch's:
 
     Args:{STEP_OPTIONS_DOC}
-        state_dtype: of the moments: "fp32", "bf16", or None for the parameter's own. Existing state is converted to the
-            dtype that is named, and stays as it is with None.
+        state_dtype: of the moments: "fp32", "bf16", "int8" or "int4" (with a float32 scale for each block of up to 256
+            or 128 elements; vectors and tensors of fewer than 4096 elements stay float32), or None for the parameter's
+            own. Existing state is converted to the format that is named; with None plain moments stay as they are.
         master_weights: for bf16 and fp16 parameters, weights finer than the parameter: "fp32" (4 bytes an element),
             "split" (bf16: a remainder of 2 bytes, bit-equal to "fp32"), "split8" (bf16: 1 byte), "kahan" (2 bytes), or
             "stochastic" rounding (none).
-        seed: of the random numbers of "split8" and "stochastic"; the same seed gives the same bits on every backend and
-            after a resume.
+        seed: of the random numbers of "split8", "stochastic", "int8" and "int4"; the same seed gives the same bits on
+            every backend and after a resume.
 
     ``fused`` and ``foreach`` are stored and shown; they do not choose the backend (``opt.explain()`` tells which runs).
 """

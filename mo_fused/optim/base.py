@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import dispatch, errors, masters
+from .. import dispatch, errors, masters, quantised
 from ..request import Request
 from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
@@ -64,8 +64,11 @@ class Explanations(list[Explanation]):
         return "\n".join([head, *map(str, self)])
 
 
-def check_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of this package, validated; raises before anything is constructed."""
+def check_options(options: dict[str, Any], quantises: bool = True) -> dict[str, Any]:
+    """The options of this package, validated; raises before anything is constructed.
+
+    ``quantises``: this optimizer can keep moments in fewer than 16 bits.
+    """
     norm = options["max_grad_norm"]
     if norm is not None and (isinstance(norm, bool) or not isinstance(norm, (int, float, Tensor)) or not norm >= 0.0):
         raise errors.bad_option("max_grad_norm", "a number >= 0 or None", norm, "use None to leave gradients unclipped")
@@ -80,13 +83,13 @@ def check_options(options: dict[str, Any]) -> dict[str, Any]:
             "'fused' unscales inside the step, 'torch' leaves it to the scaler, for frameworks that clip by themselves",
         )
     dispatch.requested(options["backend"])
-    _check_formats(options)
+    _check_formats(options, (*STATE_DTYPES, *quantised.QUANTISED) if quantises else tuple(STATE_DTYPES))
     return {**options, "max_grad_norm": None if norm is None else float(norm)}
 
 
-def _check_formats(options: dict[str, Any]) -> None:
-    if options["state_dtype"] not in (None, *STATE_DTYPES):
-        known = ", ".join(map(repr, STATE_DTYPES))
+def _check_formats(options: dict[str, Any], state_dtypes: tuple[str, ...]) -> None:
+    if options["state_dtype"] not in (None, *state_dtypes):
+        known = ", ".join(map(repr, state_dtypes))
         remedy = "pass one of the names, or None for the parameter's dtype"
         raise errors.bad_option("state_dtype", f"{known} or None", options["state_dtype"], remedy)
     if options["master_weights"] not in (None, *masters.MODES):

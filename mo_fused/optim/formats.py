@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .. import errors, masters
+from .. import dispatch, errors, masters, quantised
 from ..state import STATE_DTYPES
+from ..table import MASTER, SCALE0, STATE0
+
+if TYPE_CHECKING:
+    from .rules import Rule
 
 MASTER_SLOTS = masters.ALL_SLOTS
 _HALVES = (torch.bfloat16, torch.float16)
@@ -27,8 +32,12 @@ class Formats:
 
     @property
     def draws(self) -> bool:
-        """Results depend on random numbers, and so on the index of an element and on the number of the step."""
-        return self.mode in masters.DRAWS
+        """Results depend on random numbers, and so on the number of the step."""
+        return self.mode in masters.DRAWS or self.state_dtype in quantised.QUANTISED
+
+    def by_index(self, p: Tensor) -> bool:
+        """What becomes of an element depends on its index, so that elements are walked in the order of the shape."""
+        return self.mode_of(p) in masters.DRAWS or self.block_of(p) != 0
 
     def mode_of(self, p: Tensor) -> str | None:
         """The master mode of a parameter: None for those that are not of 16 bits."""
@@ -39,10 +48,65 @@ class Formats:
         if self.mode in masters.BF16_ONLY and p.dtype == torch.float16:
             raise errors.master_of_fp16(name, str(self.mode))
 
-    def slots(self, p: Tensor) -> tuple[str, ...]:
-        """The slot that holds the rest of the parameter's weights, if there is one."""
-        mode = self.mode_of(p)
-        return (masters.SLOTS[mode],) if mode in masters.SLOTS else ()
+    def block_of(self, p: Tensor) -> int:
+        """Elements of a parameter whose moments share a scale; 0 where moments are not quantised."""
+        kept = self.state_dtype
+        return quantised.block_of(p, kept) if kept in quantised.QUANTISED else 0
+
+    def slots(self, moments: tuple[str, ...], p: Tensor) -> tuple[str, ...]:
+        """The entries that hold these moments, and the one of the rest of the parameter's weights if there is one."""
+        mode, kept = self.mode_of(p), str(self.state_dtype)
+        rest = (masters.SLOTS[mode],) if mode in masters.SLOTS else ()
+        if not self.block_of(p):
+            return (*moments, *rest)
+        return (*(n for key in moments for n in quantised.names(key, quantised.code_of(key, kept))), *rest)
+
+    @staticmethod
+    def place(slot: str, rule: Rule) -> int:
+        """The Operand of csrc/abi.h that a slot is, or the place of its scales."""
+        if slot in MASTER_SLOTS:
+            return MASTER
+        key = quantised.slot_of(slot) if slot in quantised.ALL_SLOTS else slot
+        operand = rule.places[rule.all_slots.index(key)]
+        return operand - STATE0 + SCALE0 if slot == f"{key}_scale" else operand
+
+    def code(self, slot: str, value: Tensor) -> int:
+        """The code of a slot's element type in csrc/abi.h, or -1 for one that the kernels do not take."""
+        if slot in MASTER_SLOTS:
+            return _REST_CODES.get(value.dtype, -1)
+        if slot in quantised.ALL_SLOTS:
+            return quantised.code_of(quantised.slot_of(slot), str(self.state_dtype)).number
+        return dispatch.FLOATS.get(value.dtype, -1)
+
+    def why_not(self, p: Tensor) -> str:
+        """Why a matrix keeps float32 moments although quantised ones were asked for; empty otherwise."""
+        if self.state_dtype not in quantised.QUANTISED or p.dim() < 2 or p.numel() < quantised.SMALLEST:
+            return ""
+        if self.block_of(p) or p.is_complex():
+            return ""
+        width = p.numel() // p.shape[0]
+        what = f"slices of {width} elements have no blocks of {quantised.SMALLEST_BLOCK}"
+        return f"; moments in fp32: {what if p.dtype != torch.float64 else 'the parameter is float64'}"
+
+    def ensure_moments(self, rule: Rule, entry: dict[str, Any], p: Tensor, moments: tuple[str, ...]) -> bool:
+        """Makes the slots that are missing and converts those in another format; True when one was made."""
+        block, kept = self.block_of(p), self.state_dtype
+        if not block or kept is None:
+            expand(entry, p, torch.float32 if kept else p.dtype)
+            return rule.ensure(entry, p, moments, "fp32" if kept in quantised.QUANTISED else kept)
+        made = False
+        for key in moments:
+            code = quantised.code_of(key, kept)
+            if quantised.holds(entry, key, code, p, block):
+                continue
+            expand_one(entry, key, p, torch.float32)
+            value, found = entry.get(key), quantised.make(key, code, p, block)
+            if value is not None:
+                quantised.store(found, key, code, value.detach().to(p.device, torch.float32), None)
+            take_out(entry, [key])  # now that the new one is there
+            entry.update(found)
+            made |= value is None
+        return made
 
     def changes(self, state: Any) -> list[str]:
         """What of a state that was just loaded will be kept in another format, in words."""
@@ -54,15 +118,21 @@ class Formats:
         for p, entry in state.items():
             if not isinstance(p, Tensor) or not isinstance(entry, dict):
                 continue
-            for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"):
-                value, wanted = entry.get(key), STATE_DTYPES.get(self.state_dtype or "")
-                if wanted is not None and isinstance(value, Tensor) and value.dtype not in (wanted, torch.complex64):
-                    note(f"{key} from {str(value.dtype).removeprefix('torch.')} to {self.state_dtype}")
-            found = next((m for k in MASTER_SLOTS if (m := _mode_of(k, entry.get(k), p)) is not None), None)
+            for key in quantised.MOMENTS:
+                found, wanted = _format_of(entry, key), self._format_for(p)
+                if found is not None and wanted not in (None, found):
+                    note(f"{key} from {found} to {wanted}")
+            rest = next((m for k in MASTER_SLOTS if (m := _mode_of(k, entry.get(k), p)) is not None), None)
             kept = self.mode_of(p) if self.mode_of(p) in masters.SLOTS else None
-            if found != kept and entry:
-                note(f"master weights from {found or 'none'} to {kept or 'none'}")
+            if rest != kept and entry:
+                note(f"master weights from {rest or 'none'} to {kept or 'none'}")
         return [f"{what} ({n} parameter{'s' if n > 1 else ''})" for what, n in counted.items()]
+
+    def _format_for(self, p: Tensor) -> str | None:
+        """What moments of this parameter will be kept in; None: in what they are."""
+        if self.state_dtype is None or p.is_complex():
+            return None
+        return "fp32" if self.state_dtype in quantised.QUANTISED and not self.block_of(p) else self.state_dtype
 
     @staticmethod
     def drop(entry: dict[str, Any] | None) -> None:
@@ -97,6 +167,34 @@ def _mode_of(slot: str, rest: Any, p: Tensor) -> str | None:
     return mode if rest.dtype == _REST.get(mode, p.dtype) and rest.shape == p.shape else None
 
 
-def rest_code(rest: Tensor) -> int:
-    """The code of its dtype, or -1 for one that no mode has."""
-    return _REST_CODES.get(rest.dtype, -1)
+def expand_one(entry: dict[str, Any], key: str, p: Tensor, dtype: torch.dtype) -> None:
+    """A slot that is there in codes becomes the plain slot."""
+    code = quantised.find(entry, key)
+    if code is not None:
+        entry[key] = quantised.load(entry, key, code, p.shape).to(p.device, dtype)
+    quantised.drop(entry, key)
+
+
+def expand(entry: dict[str, Any] | None, p: Tensor, dtype: torch.dtype) -> None:
+    """All moments that are there in codes become plain slots of this dtype."""
+    for key in quantised.MOMENTS if entry else ():
+        assert entry is not None
+        expand_one(entry, key, p, dtype)
+
+
+def take_out(entry: dict[str, Any], keys: Sequence[str]) -> None:
+    """Takes slots out of a state, in whatever format they are."""
+    for key in keys:
+        entry.pop(key, None)
+        quantised.drop(entry, key)
+
+
+def _format_of(entry: dict[str, Any], key: str) -> str | None:
+    code = quantised.find(entry, key)
+    if code is not None:
+        return f"int{code.bits}"
+    value = entry.get(key)
+    if not isinstance(value, Tensor) or value.is_complex():
+        return None
+    names = {dtype: name for name, dtype in STATE_DTYPES.items()}
+    return names.get(value.dtype, str(value.dtype).removeprefix("torch."))

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import dispatch, errors, masters, state
+from .. import dispatch, errors, masters, quantised, state
 from ..device_part import DevicePart
 from ..device_table import chunk_elements
 from ..factored import HOST, Tiling, device_limits
@@ -25,7 +25,6 @@ from ..table import (
     ACTIVE,
     FRESH,
     GRAD_SHARED,
-    MASTER,
     MISSING_GRADIENT,
     OPERANDS,
     PARAM_UNKNOWN,
@@ -40,7 +39,7 @@ from ..table import (
     same_items,
     scan,
 )
-from .formats import MASTER_SLOTS, Formats, rest_code
+from .formats import MASTER_SLOTS, Formats, expand, take_out
 from .fresh import FreshSlot
 from .hyper import HyperWriter, same_values
 from .overlaps import sharing
@@ -259,9 +258,12 @@ class RowSet:
                 raise errors.overlapping_tensor()
             self._formats.refuse(p, name)
             entry = optimizer.state.get(p) or {}
-            for key in self._slots(group, p):
+            moments = self._rule.slots(group, p)
+            for key in (*moments, *(k for k in self._slots(group, p) if k in MASTER_SLOTS)):
                 if entry.get(key) is not None:
                     state.check_slot(entry, p, key, name, self._rule.slot_shape(key, p))
+            for key in moments:
+                quantised.check(entry, key, p.shape, name)
             if type(p) in (Tensor, torch.nn.Parameter) and p.layout is torch.strided:
                 if walking_order([p], written=(0,)).overlapping:
                     raise errors.overlapping_tensor()
@@ -280,11 +282,7 @@ class RowSet:
         return key[0] == old.key[0] and key[2:] == old.key[2:] and (grad is None or key[1] == old.key[1])
 
     def _slots(self, group: dict[str, Any], p: Tensor) -> tuple[str, ...]:
-        return (*self._rule.slots(group, p), *self._formats.slots(p))
-
-    def _place(self, slot: str) -> int:
-        """The Operand of csrc/abi.h that a slot is."""
-        return MASTER if slot in MASTER_SLOTS else self._rule.places[self._rule.all_slots.index(slot)]
+        return self._formats.slots(self._rule.slots(group, p), p)
 
     def _row(self, optimizer: FusedOptimizer, position: int, g: int, p: Tensor, grad: Tensor) -> Row:
         group = optimizer.param_groups[g]
@@ -299,28 +297,32 @@ class RowSet:
             row.state = optimizer.state[p]
         if self._rule.has_step:
             state.ensure_step(row.state, p, group)
-        moments = tuple(k for k in slots if k not in MASTER_SLOTS)
-        row.fresh = self._rule.ensure(row.state, p, moments, self._formats.state_dtype) and self._rule.copies_first
+        made = self._formats.ensure_moments(self._rule, row.state, p, self._rule.slots(group, p))
+        row.fresh = made and self._rule.copies_first
+        row.reason += self._formats.why_not(p)
         self._formats.ensure(row.state, p)
         operands: list[Tensor | None] = [p, grad, None, None, None, None]
+        dtypes = [dispatch.FLOATS.get(t.dtype, -1) for t in (p, grad)] + [-1] * 4
         for slot in slots:
-            operands[self._place(slot)] = row.state[slot]
+            place = self._formats.place(slot, self._rule)
+            if place < OPERANDS:
+                operands[place], dtypes[place] = row.state[slot], self._formats.code(slot, row.state[slot])
         tensors = [t for t in operands if t is not None]
         if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
             self._leave_to_torch(row, "its state is a tensor subclass", row.state)
             return row
-        if any(t.dtype not in dispatch.FLOATS for t in operands[:MASTER] if t is not None):
+        if any(code < 0 for t, code in zip(operands, dtypes, strict=True) if t is not None):
             self._leave_to_torch(row, "its gradient or state has a dtype that the kernels do not compute", row.state)
             return row
-        rest = operands[MASTER]
-        dtypes = tuple(-1 if t is None else dispatch.FLOATS[t.dtype] for t in operands[:MASTER])
-        dtypes = (*dtypes, -1 if rest is None else rest_code(rest))
+        block = self._formats.block_of(p)
         if self._rule.factored:  # row_var, col_var and variance are walked by index
             operands[2:4] = [None, None]
+        elif block:  # and so are codes
+            operands[2:5] = [None, None, None]
         order = walking_order(
             operands,
             [i for i in (0, 2, 3, 4, 5) if operands[i] is not None],
-            keep_order=self._rule.factored or (self._formats.draws and row.master_mode is not None),
+            keep_order=self._rule.factored or self._formats.by_index(p),
         )
         if order.problem:
             self._leave_to_torch(row, order.problem, row.state)
@@ -330,7 +332,7 @@ class RowSet:
             self._leave_to_torch(row, "its storage cannot be read as plain memory", row.state)
             return row
         row.key = key
-        row.plan = Plan(p.numel(), dtypes, order.layout)  # type: ignore[arg-type]
+        row.plan = Plan(p.numel(), tuple(dtypes), order.layout, block)  # type: ignore[arg-type]
         return row
 
     def _leave_to_torch(self, row: Row, reason: str, entry: dict[str, Any] | None) -> None:
@@ -338,8 +340,9 @@ class RowSet:
         mode = self._formats.mode_of(row.param)
         row.backend, row.reason = "torch", reason if mode is None else f"{reason}; without master weights"
         row.plan, row.master_mode = None, None
-        row.slots = tuple(k for k in row.slots if k not in MASTER_SLOTS)
+        row.slots = ()
         self._formats.drop(entry)
+        expand(entry, row.param, row.param.dtype)
 
     def _keep_freshness(self, row: Row) -> None:
         """A momentum buffer that a skipped first step left without a value is still fresh when it is planned again."""
@@ -359,8 +362,7 @@ class RowSet:
         found = self._fresh.pop(id(row.param), None)
         if row.fresh or (found is not None and found.holds_nothing()):
             entry = entries[row.param]
-            for key in self._rule.all_slots:
-                entry.pop(key, None)
+            take_out(entry, self._rule.all_slots)
             if not entry:
                 entries.pop(row.param)
         row.fresh = False
@@ -399,8 +401,9 @@ class RowSet:
         self.row_params = [r.param for r in self.native]
         self._row_states = [r.state for r in self.native]
         used = {k for r in self.native for k in r.slots}
-        self._slot_keys = tuple(k for k in (*self._rule.all_slots, *MASTER_SLOTS) if k in used)
-        self._places = np.array([self._place(k) for k in self._slot_keys], dtype=np.int32)
+        known = (*self._rule.all_slots, *quantised.ALL_SLOTS, *MASTER_SLOTS)
+        self._slot_keys = tuple(k for k in known if k in used)
+        self._places = np.array([self._formats.place(k, self._rule) for k in self._slot_keys], dtype=np.int32)
         self._keys = (*self._slot_keys, "step") if self._rule.has_step else self._slot_keys
         self._flags = np.zeros(n, dtype=np.int32)
         for i, r in enumerate(self.native):
@@ -411,6 +414,7 @@ class RowSet:
         plans = [r.plan for r in self.native if r.plan is not None]
         self.rows = np.zeros(n, dtype=ROW)
         self.rows["numel"] = [p.numel for p in plans]
+        self.rows["block"] = [p.block for p in plans]
         if n:
             self.rows["dtype"][:, :OPERANDS] = np.maximum([p.dtypes for p in plans], 0)
         self.rows["group"] = [r.group for r in self.native]
@@ -464,8 +468,7 @@ class RowSet:
         return [p for p, g in zip(self.row_params, grads, strict=True) if g is not None]
 
     def _take_back(self, row: Row) -> None:
-        for key in self._rule.all_slots:  # and not the rest of the weights
-            row.state.pop(key, None)
+        take_out(row.state, self._rule.all_slots)  # and not the rest of the weights
         if not row.state:
             self._state.pop(row.param, None)
         self._states = []  # plan again: the slot has to be made anew
@@ -475,7 +478,7 @@ class RowSet:
         unsettled, self._fresh = self._fresh, {}
         for found in unsettled.values():
             if self._state.get(found.param) is found.state and found.holds_nothing():
-                found.state.pop(found.key)
+                take_out(found.state, self._rule.all_slots)
                 if not found.state:
                     self._state.pop(found.param, None)
                 self._states = []  # plan again: the slot has to be made anew

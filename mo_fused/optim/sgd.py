@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import masters
+from .. import masters, quantised
 from .adamw import OPTIONS_DOC
 from .base import OPTIONS, FusedOptimizer, check_options
 from .rules import SGDRule
@@ -24,7 +24,10 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     @property
     def _rule(self) -> SGDRule:  # type: ignore[override]
-        return _RULES[self.defaults.get("master_weights") in masters.DRAWS]  # asked for several times a step
+        # Asked for several times a step, and before the defaults are complete.
+        defaults = self.defaults
+        draws = defaults.get("master_weights") in masters.DRAWS or defaults.get("state_dtype") in quantised.QUANTISED
+        return _RULES[draws]
 
     def __init__(
         self,
