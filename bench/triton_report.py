@@ -3,7 +3,7 @@
     python -m bench.triton_report [--target NAME] [--only TEXT] [--processes N]
 
 Registers and bytes of spills are of a thread, shared memory is of a block; load and store: the widest access to global
-memory, in bits; fma: multiply-adds that the compiler fused. Where a figure is not as promised (tests/triton_compile.py
+memory, in bits; fma: multiply-adds that the compiler fused. Where a figure is not as promised (tests/triton_variants.py
 says what is), the reason follows under its line and the exit status is 1.
 """
 
@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The installed mo_fused goes before the checkout's folder of that name, which has no kernels.
 sys.path = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT] + [str(ROOT / "tests"), str(ROOT)]
 
-from triton_compile import TARGETS, compile_variant, compiling, problems, variants  # noqa: E402 (needs the path above)
+from triton_compile import compile_variant, compiling, problems  # noqa: E402 (needs the path above)
+from triton_variants import TARGETS, variants  # noqa: E402
 
 LINE = "{:<8}{:<38}{:>10}{:>8}{:>8}{:>7}{:>7}{:>6}"
 

@@ -5,6 +5,7 @@ What it shares with other backends of a device is in tests/test_device_step.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,13 @@ import pytest
 import torch
 from cases import ADAMW, BACKEND, DEVICE, DTYPES, assert_backend, noise, short
 from device_watch import count_launches
+from oracle import assert_same_bits
 from torch.nn import Parameter
 
 import mo_fused
+from mo_fused import masters, quantised
+from mo_fused.backends.triton import fixed_options
+from mo_fused.reference import square_root
 from mo_fused.stats import RESULT_AT
 from mo_fused.table import ACTIVE, GRAD_SHARED, HYPER, ROW, SCALES_SHARED, STEP_F64
 
@@ -104,10 +109,11 @@ def test_records_mirror_each_other() -> None:
 
     names = {"PARAM": "param", "GRAD": "grad", "STATE0": "state", "STEP": "step", "LAYOUT": "layout", "FRESH": "fresh"}
     names |= {"GROUP_AND_FLAGS": "group", "NUMEL": "numel", "DTYPES": "dtype", "FIRST_CHUNK": "first_chunk"}
-    names |= {"CHUNKS": "chunks", "FACTORED": "factored", "MASTER": "master", "STREAM": "stream"}
+    names |= {"CHUNKS": "chunks", "FACTORED": "factored", "MASTER": "master", "STREAM": "stream", "SCALE0": "scale"}
     for constant, name in names.items():
         assert getattr(t, constant).value == words(ROW, name), name
     assert (t.STATE1.value, t.STATE2.value) == (t.STATE0.value + 1, t.STATE0.value + 2)
+    assert (t.SCALE1.value, t.SCALE2.value) == (t.SCALE0.value + 1, t.SCALE0.value + 2)
     assert ROW.fields is not None
     assert ROW.fields["flags"][1] == ROW.fields["group"][1] + 4, "the flags are the upper half of the group's word"
     assert ROW.itemsize == 8 * t.ROW_WORDS.value
@@ -142,6 +148,61 @@ def test_records_mirror_each_other() -> None:
     assert t.COLUMNS.value == len(host)
     assert (t.CHUNK_WORDS.value, t.SCALARS.value) == (table.DEVICE_CHUNK_WORDS, table.DEVICE_SCALARS)
     assert (layout.MAX_DIMS, layout.OPERANDS) == (8, 6), "the offsets that `place` reads a layout by"
+
+
+# -- quantised moments ------------------------------------------------------------------------------------------------
+
+CODES = (quantised.Q8, quantised.Q8_ROOT, quantised.Q4, quantised.Q4_ROOT)
+
+
+def difficult(blocks: int, block: int) -> torch.Tensor:
+    """A row a block: noise of any size, and what is not finite, denormal, zero, or at the ends of the scale."""
+    x = noise((blocks, block), 5).cpu() * 10.0 ** torch.linspace(-37, 37, blocks).reshape(-1, 1)
+    x[1], x[2], x[3, 1:] = 0.0, -0.0, 0.0
+    x[4, 3], x[5, 5], x[6, 7] = math.inf, math.nan, -math.inf
+    x[7], x[8, ::2], x[9] = 1e-42, 3.4028234663852886e38, 2.0**-110
+    x[10] = torch.linspace(-1, 1, block)
+    return x
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("block", [32, 64, 128, 256])
+@pytest.mark.parametrize("code", CODES, ids=lambda c: f"{c.bits}{'root' if c.root else ''}")
+def test_codes_and_scales_are_those_of_the_twin(code: quantised.Code, block: int, width: int) -> None:
+    from moment_kernel import moment_kernel
+
+    tile = 128 * width
+    blocks = max(11, 2 * tile // block) + 1  # the last tile is not full, unless a tile is one block
+    values = difficult(blocks, block)
+    if code.root:
+        values = values.abs()
+    key = masters.step_key(masters.stream(3, 1), 7, quantised.STATE_SLOT)
+    old_codes = (noise((blocks, block * code.bits // 8), 6).cpu() * 300).to(torch.int32).to(code.dtype)
+    old_scale = noise((blocks,), 7).cpu().abs()
+    wanted_old = quantised.decode(old_codes, old_scale, code)
+    random = masters.draw(values.shape, key, values.device) >> 16
+    kept = square_root(values) if code.root else values
+    wanted_codes, wanted_scale = quantised.encode(kept, code, old_scale, random)
+    for start in (0, 2**32 - tile):
+        codes, scale, new = (x.clone().to(DEVICE) for x in (old_codes, old_scale, values))
+        found = torch.zeros(values.shape, device=DEVICE)
+        apart = torch.full(values.shape, -1, dtype=torch.int64, device=DEVICE)
+        moment_kernel[(-(-values.numel() // tile),)](
+            *(x.data_ptr() for x in (codes, scale, new, found, apart)),
+            start,
+            key if key < 2**63 else key - 2**64,
+            values.numel(),
+            T=code.number,
+            QBLOCK=block,
+            WIDTH=width,
+            BLOCK=tile,
+            **fixed_options(),
+        )
+        assert_same_bits(found.cpu(), wanted_old * wanted_old if code.root else wanted_old, "decoded")
+        assert_same_bits(scale.cpu(), wanted_scale, "scales")
+        assert not apart.any()
+        if start == 0:
+            assert_same_bits(codes.cpu(), wanted_codes.reshape(codes.shape), "codes")
 
 
 # -- launches ---------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triton_compile import TARGETS, Figures, compile_variant, compiling, count_inexact_ptx, problems, variants
+from triton_compile import Figures, compile_variant, compiling, count_inexact_ptx, problems
+from triton_variants import TARGETS, variants
 
 import mo_fused
 
@@ -52,6 +53,10 @@ SOME = (
     "adafactor fp32 sums=0 aligned",
     "adafactor bf16 sums=1 aligned",
     "adafactor fp32 momentum vector sums=1 aligned",
+    "adamw int8 bf16 split8 sums=0 aligned",
+    "adamw int8 fp32 sums=1 aligned",
+    "adamw int4 bf16 sums=0 aligned",
+    "sgd int8 bf16 sums=0 aligned",
 )
 # Adafactor's passes: what is not aligned, and float64, only here.
 ADAFACTOR_SOME = (
@@ -63,6 +68,14 @@ ADAFACTOR_SOME = (
     "adafactor fp32 momentum sums=1 strided",
     "adafactor fp32 momentum vector sums=0 unaligned",
 )
+# Quantised moments that are not aligned.
+QUANTISED_SOME = (
+    "adamw int8 bf16 split8 sums=0 strided",
+    "adamw int8 fp32 sums=1 unaligned",
+    "adamw int4 bf16 sums=0 unaligned",
+    "adamw int4 bf16 sums=0 strided",
+    "sgd int8 bf16 sums=0 strided",
+)
 
 
 def is_checked(name: str) -> bool:
@@ -73,6 +86,8 @@ def is_checked(name: str) -> bool:
         return False
     if name.endswith(" aligned"):
         return True
+    if " int" in name:
+        return name in QUANTISED_SOME
     return "sums=1" not in name and not (name.startswith("sgd") and "sums=2" in name)
 
 
@@ -87,6 +102,8 @@ BROKEN: dict[str, tuple[str, str, Mapping[str, Any], str]] = {
     "few elements": ("sm_100", "sgd bf16 sums=0 aligned", {"WIDTH": 4, "BLOCK": 512}, "0 global loads of 128 bits"),
     "few registers": ("sm_90", "adamw fp32 sums=0 aligned", {"maxnreg": 24}, "bytes spilled"),
     "many registers": ("sm_90", "adamw bf16 sums=0 aligned", {"BLOCK": 2048, "maxnreg": 255}, "registers, expected"),
+    "codes one by one": ("sm_90", "adamw int8 bf16 sums=0 aligned", {"ALIGNED": False}, "an access of 8 bits"),
+    "codes through memory": ("sm_90", "adamw int4 bf16 sums=0 aligned", {"ALIGNED": False}, "bytes of shared memory"),
     "flushing on AMD": ("gfx942", "scale_grad fp32 aligned", {"allow_flush_denorm": True}, "flushing instructions"),
 }
 
@@ -156,6 +173,9 @@ def test_widths_that_are_asked_for(target: Any) -> None:
     assert every["adamw fp32 sums=2 aligned"].loads == (128,) * 4
     assert every["adamw bf16 sums=2 aligned"].loads == (64,) * 4
     assert every["sgd bf16 sums=0 aligned"].stores == (128,)
+    assert every["adamw int8 bf16 split8 sums=0 aligned"].loads == (64, 32, 64, 32, 32)
+    assert every["adamw int4 bf16 sums=1 aligned"].stores == (64, 16, 16)
+    assert every["sgd int8 fp32 sums=0 aligned"].loads == (128, 128, 32)
     assert every["factor_sums bf16 aligned"].loads == (128,)
     assert every["factored_rms bf16 vector aligned"].loads == (64, 128)
     assert every["adafactor bf16 sums=1 aligned"].loads == (128,) * 2

@@ -35,6 +35,9 @@ FRESH = tl.constexpr(13)
 FACTORED = tl.constexpr(14)
 MASTER = tl.constexpr(15)
 STREAM = tl.constexpr(16)
+SCALE0 = tl.constexpr(17)  # of quantised moments
+SCALE1 = tl.constexpr(18)
+SCALE2 = tl.constexpr(19)
 ROW_WORDS = tl.constexpr(32)
 
 # Flags of a row, as in csrc/abi.h.
@@ -64,7 +67,8 @@ STEP_KIND = tl.constexpr(14)
 FACTOR_FLAGS = tl.constexpr(15)
 SOURCES = tl.constexpr(16)  # where the second half of the record begins
 SCALARS = tl.constexpr(16)
-KEY = tl.constexpr(15)  # of the row's random numbers in this step, 64 bits
+KEY = tl.constexpr(15)  # of the random numbers of the row's weights in this step, 64 bits
+STATE_KEY = tl.constexpr(14)  # of those of its moments
 
 # Fields of the result.
 GRAD_NORM = tl.constexpr(0)

@@ -15,8 +15,9 @@ SPLIT = tl.constexpr(2)
 SPLIT8 = tl.constexpr(3)
 KAHAN = tl.constexpr(4)
 STOCHASTIC = tl.constexpr(5)
-# The operand (kMaster of csrc/abi.h), which random numbers are keyed by, times the constant of its step_key.
+# Operands (kMaster and kState0 of csrc/abi.h), which random numbers are keyed by, times the constant of their step_key.
 MASTER_SLOT = tl.constexpr(5 * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
+STATE_SLOT = tl.constexpr(2 * 0x9E3779B97F4A7C15 & (1 << 64) - 1)
 
 
 @triton.jit
@@ -30,9 +31,9 @@ def mix64(x):
 
 
 @triton.jit
-def step_key(stream, step):
-    """Key of the random numbers of rows in one step. ``stream``: uint64; ``step``: int64."""
-    of_slot = mix64(stream + MASTER_SLOT)
+def step_key(stream, step, SLOT: tl.constexpr):
+    """Key of one slot's random numbers of rows in one step. ``stream``: uint64; ``step``: int64."""
+    of_slot = mix64(stream + SLOT)
     return mix64(of_slot + step.to(tl.uint64) * 0xD1342543DE82EF95)
 
 
@@ -41,6 +42,12 @@ def draw(index, key):
     """32 random bits (uint32) for each element. ``index``: int64, in the row; ``key``: int64."""
     low = (index & 0xFFFFFFFF).to(tl.uint32)
     high = ((index >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    return draw_at(low, high, key)
+
+
+@triton.jit
+def draw_at(low, high, key):
+    """The same, of the halves of the index."""
     key_low = (key & 0xFFFFFFFF).to(tl.uint32)
     key_high = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
     x = low * 0x9E3779B1
@@ -129,7 +136,14 @@ def stochastic_f16(x, random):
 
 
 @triton.jit
-def rest_operand(address, start, P: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, STRIDED: tl.constexpr):
+def rest_operand(
+    address,
+    start,
+    P: tl.constexpr,
+    MODE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STRIDED: tl.constexpr,
+):
     """Pointer to the rest of the weights, as :func:`_chunk.operand` gives those of the other operands."""
     if MODE == MASTER32:
         return t.operand(address, start, F32, ALIGNED, STRIDED)
@@ -141,7 +155,10 @@ def rest_operand(address, start, P: tl.constexpr, MODE: tl.constexpr, ALIGNED: t
     elif MODE == SPLIT8:
         if STRIDED:
             start = start * 0
-        return (address + start).to(tl.pointer_type(tl.int8))
+        at = (address + start).to(tl.pointer_type(tl.int8))
+        if ALIGNED:
+            at = tl.multiple_of(at, 16)
+        return at
     else:
         return t.operand(address, start, NONE, ALIGNED, STRIDED)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from . import _chunk as t
-from ._masters import step_key
+from ._masters import MASTER_SLOT, STATE_SLOT, step_key
 from ._rules import clip_coefficient, prepare_adafactor, prepare_adamw, scaled_root
 from ._totals import gradient_totals
 
@@ -58,6 +58,13 @@ def advance(address, flags, counts):
 
 
 @triton.jit
+def store_key(to, NAME, stream, step, SLOT: tl.constexpr, here):
+    """The key of a slot's random numbers in this step, as an integer among the rows' scalars."""
+    key = step_key(stream, step, SLOT)
+    tl.store((to + NAME).to(tl.pointer_type(tl.int64)), key.to(tl.int64, bitcast=True), mask=here)
+
+
+@triton.jit
 def prepare_rows(
     rows,
     settings,
@@ -84,9 +91,10 @@ def prepare_rows(
     tl.store(to + 1, scale, mask=here)
     counter = tl.load(row + t.STEP, mask=here, other=0)
     step = advance(counter, flags, here & (counter != 0))
-    key = step_key(tl.load(row + t.STREAM, mask=here, other=0).to(tl.uint64, bitcast=True), step)
-    tl.store((to + t.KEY).to(tl.pointer_type(tl.int64)), key.to(tl.int64, bitcast=True), mask=here)
+    stream = tl.load(row + t.STREAM, mask=here, other=0).to(tl.uint64, bitcast=True)
+    store_key(to, t.KEY, stream, step, MASTER_SLOT, here)
     if RULE == ADAM:
+        store_key(to, t.STATE_KEY, stream, step, STATE_SLOT, here)
         beta1 = hyper(group, t.BETA1, here, FROM_TENSORS)
         beta2 = hyper(group, t.BETA2, here, FROM_TENSORS)
         inv_sqrt_bc2, step_size, decay, l2 = prepare_adamw(
@@ -107,6 +115,7 @@ def prepare_rows(
         tl.store(to + 9, decay, mask=here)
         tl.store(to + 10, l2, mask=here)
     elif RULE == SGD:
+        store_key(to, t.STATE_KEY, stream, step, STATE_SLOT, here)
         # Whether a momentum buffer holds a value is known here alone: a skipped first step leaves it fresh.
         address = tl.load(row + t.FRESH, mask=here, other=0)
         at = address.to(tl.pointer_type(tl.int32))
