@@ -1,13 +1,12 @@
 // Adam / AdamW / AMSGrad update of every chunk.
-// Formula: rules/adamw.h; of weights finer than their parameter rules/master.h. Reference: mo_fused/reference.py and
-//   mo_fused/masters.py, bit for bit.
+// Formula: rules/adamw.h; of weights finer than their parameter rules/master.h, of quantised moments rules/quantised.h.
+// Reference: mo_fused/reference.py, mo_fused/masters.py and mo_fused/quantised.py, bit for bit.
 // Bytes per element, read + written: fp32 16 + 12, bf16 and fp16 8 + 6, bf16 with fp32 moments 12 + 10, fp64 32 + 24;
-//   AMSGrad adds one moment each way, master weights the rest's own size (fp32 4 + 4, and the parameter is not read).
-//   The gradient is read once and never written.
+//   AMSGrad adds one moment each way, master weights the rest's own size. Quantised moments are 1 + 1 each (4 bits:
+//   half) and 4 / block each way for scales: bf16 with 8-bit moments 6 + 4. The gradient is read once, never written.
 // Assumes of the table: row scalars prepared by the finish of this step, no two rows share written memory; Row::stream
 //   where random bits are drawn.
-#include "cuda/master.cuh"
-#include "cuda/update_sums.cuh"
+#include "cuda/quantised.cuh"
 #include "rules/adamw.h"
 
 namespace mo {
@@ -87,7 +86,7 @@ template <int kSums>
 __device__ __forceinline__ void weighted(const Row& row, const DeviceChunk& chunk, const RowScalars& rs, bool amsgrad,
                                          UpdateSums<kSums, float>& sums) {
   const AdamScalars<float> s(rs);
-  const uint64_t& key = shared_key(row, rs);
+  const uint64_t& key = shared_key<kMaster>(row, rs);
 #pragma unroll 1
   for (int i = threadIdx.x; i < int(chunk.length); i += kThreads) {
     const int64_t index = chunk.start + i;
@@ -109,6 +108,20 @@ __device__ __forceinline__ void weighted(const Row& row, const DeviceChunk& chun
     const float kept = store_weight(row, key, index, weight_at(), param);
     sums.add(grad, update, kept - old, kept);
   }
+}
+
+// Quantised states; any weights and gradients.
+template <int kSums>
+__device__ __forceinline__ void quantised(const Row& row, const DeviceChunk& chunk, const RowScalars& rs, bool amsgrad,
+                                          UpdateSums<kSums, float>& sums) {
+  const AdamScalars<float> s(rs);
+  const auto rule = [&](float& p, float g, float (&state)[3]) {
+    float second = state[1] * state[1];
+    MO_ISA::adamw_moments(p, g, state[0], second, s);
+    state[1] = MO_ISA::square_root(second);
+    return MO_ISA::adamw_weight(p, state[0], amsgrad ? running_root(state[2], state[1]) : state[1], s);
+  };
+  quantised_chunk<3>(row, chunk, rs, amsgrad ? 3 : 2, sums, rule);
 }
 
 template <class T, bool kAmsgrad, int kSums>
@@ -140,6 +153,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) adamw_kernel(const Devic
     if (row.flags & kActive) {
       const bool amsgrad = settings_of(s, row).hyper.amsgrad != 0.0;
       if constexpr (sizeof(T) == 4 && kSums != 2) {  // gradients of such rows are measured before: device_part.py
+        if (row.block != 0) {
+          quantised(row, chunk, scalars.scalars, amsgrad, sums);
+          return sums.finish(s, row, chunk.slot);
+        }
         if (row.master_mode != kNoMaster) {
           weighted(row, chunk, scalars.scalars, amsgrad, sums);
           return sums.finish(s, row, chunk.slot);

@@ -28,8 +28,8 @@ __device__ __forceinline__ bool was_skipped(const DeviceStep& s) { return as<con
 template <class Body>
 __device__ __forceinline__ void each_chunk(const DeviceStep& s, Body body) {
   const int32_t* edges = as<const int32_t>(s.programs);
-  const int32_t last = edges[blockIdx.x + 1];
-  for (int32_t c = edges[blockIdx.x]; c < last; ++c) {
+  // The last edge is read again rather than kept: a register less in the loops of the body.
+  for (int32_t c = edges[blockIdx.x]; c < edges[blockIdx.x + 1]; ++c) {
     const DeviceChunk chunk = as<const DeviceChunk>(s.chunks)[c];
     body(as<const Row>(s.rows)[chunk.row], chunk, as<const DeviceScalars>(s.scalars)[chunk.row]);
   }
@@ -111,6 +111,7 @@ __device__ __forceinline__ int64_t place(const Row& row, int operand, int64_t i)
   if (row.layout == 0) return i;
   const Layout& l = *as<const Layout>(row.layout);
   int64_t offset = 0;
+#pragma unroll 1  // the divisions are long
   for (int64_t d = l.dims - 1; d >= 0; --d) {
     offset += i % l.size[d] * l.stride[operand][d];
     i /= l.size[d];

@@ -1,12 +1,12 @@
 // SGD update of every chunk, with or without a momentum buffer.
-// Formula: rules/sgd.h; of weights finer than their parameter rules/master.h. Reference: mo_fused/reference.py and
-//   mo_fused/masters.py, bit for bit.
+// Formula: rules/sgd.h; of weights finer than their parameter rules/master.h, of quantised buffers rules/quantised.h.
+// Reference: mo_fused/reference.py, mo_fused/masters.py and mo_fused/quantised.py, bit for bit.
 // Bytes per element, read + written: with momentum fp32 12 + 8, bf16 and fp16 6 + 4; without 8 + 4 and 4 + 2;
-//   master weights add the rest's own size each way (fp32 4 + 4, and the parameter is not read).
+//   master weights add the rest's own size each way. A quantised buffer is 1 + 1 (4 bits: half) and 4 / block each way
+//   for scales: bf16 with 8 bits 5 + 3.
 // Assumes of the table: row scalars prepared by the finish of this step; a row without momentum has no state address;
 //   the contents of a buffer that the finish called fresh are ignored; Row::stream where random bits are drawn.
-#include "cuda/master.cuh"
-#include "cuda/update_sums.cuh"
+#include "cuda/quantised.cuh"
 #include "rules/sgd.h"
 
 namespace mo {
@@ -82,7 +82,7 @@ template <int kSums>
 __device__ __forceinline__ void weighted(const Row& row, const DeviceChunk& chunk, const DeviceScalars& rs,
                                          UpdateSums<kSums, float>& sums) {
   const SgdScalars<float> s(rs.scalars);
-  const uint64_t& key = shared_key(row, rs.scalars);
+  const uint64_t& key = shared_key<kMaster>(row, rs.scalars);
   const bool fresh = rs.fresh != 0, has_momentum = row.state[0] != 0;
 #pragma unroll 1
   for (int i = threadIdx.x; i < int(chunk.length); i += kThreads) {
@@ -101,6 +101,20 @@ __device__ __forceinline__ void weighted(const Row& row, const DeviceChunk& chun
     const float kept = store_weight(row, key, index, at, param);
     sums.add(grad, update, kept - old, kept);
   }
+}
+
+// A quantised momentum buffer; any weights and gradients.
+template <int kSums>
+__device__ __forceinline__ void quantised(const Row& row, const DeviceChunk& chunk, const DeviceScalars& rs,
+                                          UpdateSums<kSums, float>& sums) {
+  const SgdScalars<float> s(rs.scalars);
+  const bool fresh = rs.fresh != 0;
+  const auto rule = [&](float& p, float g, float (&state)[1]) {
+    float update;
+    MO_ISA::sgd_update<true>(p, g, state[0], update, s, fresh);
+    return update;
+  };
+  quantised_chunk<1>(row, chunk, rs.scalars, 1, sums, rule);
 }
 
 template <class T, bool kMomentum, int kSums>
@@ -126,6 +140,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>) sgd_kernel(const DeviceS
     UpdateSums<kSums, T> sums;
     if (row.flags & kActive) {
       if constexpr (sizeof(T) == 4 && kSums != 2) {  // gradients of such rows are measured before: device_part.py
+        if (row.block != 0) {
+          quantised(row, chunk, scalars, sums);
+          return sums.finish(s, row, chunk.slot);
+        }
         if (row.master_mode != kNoMaster) {
           weighted(row, chunk, scalars, sums);
           return sums.finish(s, row, chunk.slot);

@@ -41,11 +41,18 @@ struct UpdateSums {
   typename Bits<T>::type largest = 0;
   int32_t nonfinite = 0;
 
-  __device__ __forceinline__ void add(T g, T u, T difference, T p) {
+  __device__ __forceinline__ void add_update(T u) {
+    if (kSums != 0) update += double(u) * double(u);
+  }
+  __device__ __forceinline__ void add_kept(T difference, T p) {
     if (kSums == 0) return;
-    update += double(u) * double(u);
     stored += double(difference) * double(difference);
     param += double(p) * double(p);
+  }
+  __device__ __forceinline__ void add(T g, T u, T difference, T p) {
+    if (kSums == 0) return;
+    add_update(u);
+    add_kept(difference, p);
     if (kSums == 2) {
       grad += double(g) * double(g);
       const auto bits = magnitude_bits(g);

@@ -109,6 +109,11 @@ void divergent_barrier() {
     if (threadIdx.x < last) __shfl_xor_sync(~0u, 1.0, 1);
   };
   CHECK(mentions(complaint_about([&] { MO_LAUNCH(shuffle, 1, mo::kThreads, nullptr, mo::kThreads - 1); }), "shuffle"));
+  const auto warp = [](int last) {
+    if (threadIdx.x < last) __syncwarp();
+  };
+  CHECK(complaint_about([&] { MO_LAUNCH(warp, 1, mo::kThreads, nullptr, 32); }).empty());
+  CHECK(mentions(complaint_about([&] { MO_LAUNCH(warp, 1, mo::kThreads, nullptr, 31); }), "__syncwarp"));
 }
 
 // Doubles every element, in packs, as scale_grad_kernel does. `shift`: a wrong index; `round_up`: a wrong tail.

@@ -58,12 +58,12 @@ inline void fill_row_stats(const std::vector<mo::DeviceChunk>& chunks, const std
 inline void run(std::vector<mo::Row>& rows, const std::vector<mo::Hyper>& hyper, const mo::Control& control,
                 mo::Result& result, std::vector<mo::RowStats>& row_stats) {
   std::vector<mo::DeviceChunk> chunks;
-  bool wide_gradients = false;
+  bool costly = false;  // rows whose update takes no sums of the gradient: device_part.py measures them before
   std::vector<int32_t> fresh(rows.size(), 0);
   for (size_t r = 0; r < rows.size(); ++r) {
     fresh[r] = rows[r].flags & mo::kFresh ? 1 : 0;
     rows[r].fresh = uint64_t(&fresh[r]);
-    wide_gradients |= rows[r].dtype[mo::kGrad] == mo::kF64;
+    costly |= rows[r].dtype[mo::kGrad] == mo::kF64 || rows[r].block != 0;
     row_stats[r].active = rows[r].flags & mo::kActive ? 1.0 : 0.0;
     for (int64_t start = 0; start < rows[r].numel; start += kChunk) {
       chunks.push_back({start, int64_t(r), std::min(kChunk, rows[r].numel - start), int64_t(chunks.size())});
@@ -116,7 +116,7 @@ inline void run(std::vector<mo::Row>& rows, const std::vector<mo::Hyper>& hyper,
       CHECK(mo::run_device_step(s) == nullptr);
     }
   };
-  const bool first = control.phases & mo::kMeasure || (control.grad_stats_in_update && wide_gradients);
+  const bool first = control.phases & mo::kMeasure || (control.grad_stats_in_update && costly);
   const bool measured = first || control.grad_stats_in_update;
   s.sums = !control.update_stats ? 0 : first || !control.grad_stats_in_update ? 1 : 2;
   if (first) over_chunks(mo::kDeviceMeasure);

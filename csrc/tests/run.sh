@@ -121,7 +121,7 @@ run_on_device() { # program: one thread each, so that several run at a time
 
 shopt -s nullglob
 mapfile -t tests < <(printf '%s\n' "$csrc"/tests/*_test.cpp | grep -v '/cuda_')
-device_tests=("$csrc"/tests/{step,norm,adafactor}_test.cpp "$csrc"/tests/cuda_*_test.cpp)
+device_tests=("$csrc"/tests/{step,norm,adafactor,quantised}_test.cpp "$csrc"/tests/cuda_*_test.cpp)
 thread_tests=("$csrc"/tests/*thread*_test.cpp)
 if [[ ${#tests[@]} -eq 0 ]]; then
     echo "csrc/tests/run.sh: expected at least one csrc/tests/*_test.cpp, found none" >&2

@@ -104,6 +104,25 @@ struct Walk {
   }
 };
 
+// A state in codes, at a byte of any alignment, and the scales of its blocks. Exactly so much memory.
+struct TestCodes {
+  int type = 0;
+  int64_t shift = 0;
+  std::vector<unsigned char> bytes;
+  std::vector<float> scale;
+
+  int bits() const { return type == mo::kQ4 || type == mo::kQ4Root ? 4 : 8; }
+  uint32_t get(int64_t i) const {
+    const uint32_t byte = bytes[size_t(shift + i * bits() / 8)];
+    return bits() == 8 ? byte : byte >> (i % 2 * 4) & 15u;
+  }
+  void set(int64_t i, uint32_t code) {
+    unsigned char& byte = bytes[size_t(shift + i * bits() / 8)];
+    if (bits() == 8) byte = static_cast<unsigned char>(code);
+    else byte = static_cast<unsigned char>((byte & (i % 2 ? 0x0fu : 0xf0u)) | (code & 15u) << (i % 2 * 4));
+  }
+};
+
 struct TestRow {
   int64_t numel = 0;
   int group = 0;
@@ -115,6 +134,12 @@ struct TestRow {
   Walk walk;               // no sizes: every operand is dense in the same order
   Memory op[mo::kOperands];
   mo::Layout layout{};
+  int64_t block = 0;  // quantised_test.cpp: states are codes instead of operands
+  TestCodes codes[3];
+  mo::MasterMode mode = mo::kNoMaster;
+  int rest_size = 0;  // bytes of an element of the rest
+  std::vector<unsigned char> rest;
+  uint64_t stream = 0;
 
   bool strided() const { return !walk.size.empty(); }
   int64_t offset(int o, int64_t i) const { return strided() ? walk.offset(o, i) : i; }
@@ -180,6 +205,7 @@ class TestTable {
       for (int o = 0; o < mo::kOperands; ++o) n.dtype[o] = uint8_t(row.op[o].dtype());
       if (row.has_step) n.step = row.flags & mo::kStepF64 ? uint64_t(&row.wide_step) : uint64_t(&row.step);
       if (row.strided()) n.layout = describe(row);
+      if (row.block != 0) describe_formats(row, n);
       n.numel = row.numel;
       n.group = row.group;
       n.flags = row.flags;
@@ -225,6 +251,11 @@ class TestTable {
         for (int64_t i = 0; i < m.count(); ++i) d.add(m.bits(i));
       }
       d.add(row->steps());
+      for (const TestCodes& c : row->codes) {
+        for (unsigned char byte : c.bytes) d.add(uint64_t(byte));
+        for (float x : c.scale) d.add(double(x));
+      }
+      for (unsigned char byte : row->rest) d.add(uint64_t(byte));
     }
     for (double x : {result.grad_norm, result.clip_coef, result.skipped, result.nonfinite, result.zeros,
                      result.grad_amax, result.update_norm, result.stored_norm, result.param_norm, result.found_inf}) {
@@ -246,10 +277,33 @@ class TestTable {
     for (size_t d = 0; d < row.walk.size.size(); ++d) {
       row.layout.size[d] = row.walk.size[d];
       for (int o = 0; o < mo::kOperands; ++o) {
-        if (row.op[o].there()) row.layout.stride[o][d] = row.walk.stride[o][d];
+        if (there(row, o)) row.layout.stride[o][d] = row.walk.stride[o][d];
       }
     }
-    for (int o = 0; o < mo::kOperands; ++o) row.layout.linear[o] = row.op[o].there() && row.walk.linear(o);
+    for (int o = 0; o < mo::kOperands; ++o) row.layout.linear[o] = there(row, o) && row.walk.linear(o);
     return reinterpret_cast<uint64_t>(&row.layout);
+  }
+  static bool there(const TestRow& row, int o) {
+    return row.op[o].there() || (o == mo::kMaster && row.mode != mo::kNoMaster);
+  }
+
+  static void describe_formats(TestRow& row, mo::Row& n) {
+    n.block = row.block;
+    n.stream = row.stream;
+    n.master_mode = row.mode;
+    n.master = row.rest.empty() ? 0 : uint64_t(row.rest.data());
+    switch (row.mode) {
+      case mo::kSplit: n.dtype[mo::kMaster] = mo::kI16; break;
+      case mo::kSplit8: n.dtype[mo::kMaster] = mo::kI8; break;
+      case mo::kKahan: n.dtype[mo::kMaster] = uint8_t(row.op[mo::kParam].dtype()); break;
+      default: n.dtype[mo::kMaster] = mo::kF32;
+    }
+    for (int k = 0; k < 3; ++k) {
+      TestCodes& c = row.codes[k];
+      if (c.type == 0) continue;
+      n.state[k] = uint64_t(c.bytes.data() + c.shift);
+      n.scale[k] = uint64_t(c.scale.data());
+      n.dtype[mo::kState0 + k] = uint8_t(c.type);
+    }
   }
 };

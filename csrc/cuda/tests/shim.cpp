@@ -166,7 +166,7 @@ void run_block(int threads) {
       }
     }
     if (!progress) {
-      wrong("divergent barrier: not all threads of a block reach __syncthreads, or of a warp a shuffle");
+      wrong("divergent barrier: not all threads of a block reach __syncthreads, or of a warp a shuffle or __syncwarp");
       return;  // a handler lets the test go on; the fibers are made anew
     }
   }
@@ -194,7 +194,7 @@ void exchange(void* value, size_t bytes, int from) {
 }
 
 void check_aligned(const void* at, size_t bytes) {
-  if (reinterpret_cast<uintptr_t>(at) % bytes != 0) wrong("a misaligned access of 8 or 16 bytes");
+  if (reinterpret_cast<uintptr_t>(at) % bytes != 0) wrong("a misaligned access of 4, 8 or 16 bytes");
 }
 
 void set_seed(uint64_t seed) { random_state = seed * 0x9e3779b97f4a7c15ull + 1; }

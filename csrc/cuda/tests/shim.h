@@ -1,7 +1,7 @@
 // CUDA on the CPU, for the tests: the .cu files compile against this with a C++ compiler, and every kernel runs, block
 // after block, its threads as fibers in an order that a seed shuffles.
 //
-// What it catches: misaligned accesses of 8 and 16 bytes, barriers and shuffles that not all threads of the block (the
+// What it catches: misaligned accesses of several elements at once, barriers and shuffles that not all threads of the block (the
 // warp) reach, a thread that relies on the order of others between two barriers, and, with sanitizers, every access out
 // of bounds. What it cannot show: races within a warp's instruction, memory ordering, speed.
 #pragma once
@@ -58,6 +58,10 @@ void launch(Kernel kernel, int blocks, int threads, Args... args) {
 #define threadIdx ::shim::thread
 #define blockIdx ::shim::block
 inline void __syncthreads() { ::shim::barrier(); }
+inline void __syncwarp() {
+  char nothing = 0;
+  ::shim::exchange(&nothing, 1, ::shim::thread.x % 32);
+}
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   ::shim::exchange(&value, sizeof value, (::shim::thread.x % 32) ^ mask);
