@@ -63,9 +63,8 @@ def ours(state_dtype: str, nearest: bool = False) -> Format:
         block = quantised.block_of(moments[0], state_dtype)
         kept = []
         for slot, value, random in zip(("exp_avg", "exp_avg_sq"), moments, bits, strict=True):
-            entry: dict[str, Any] = {}
             code = quantised.code_of(slot, state_dtype)
-            quantised.make(entry, slot, code, value, block)
+            entry = quantised.make(slot, code, value, block)
             quantised.store(entry, slot, code, value, random)
             kept.append(quantised.load(entry, slot, code, value.shape))
         return kept[0], kept[1]
