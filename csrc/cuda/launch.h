@@ -7,8 +7,8 @@
 #else
 #include <cuda_runtime.h>
 #define MO_LAUNCH(kernel, grid, block, stream, ...) (kernel)<<<grid, block, 0, stream>>>(__VA_ARGS__)
-// Every access of several elements at once (4, 8, 16 bytes); the shim's assert that they are aligned. The compiler cannot know that an address
-// from the table is one of global memory, and would ask at run time.
+// Every access of several elements at once (4, 8, 16 bytes); the shim's assert that they are aligned. The compiler cannot
+// know that an address from the table is one of global memory, and would ask at run time.
 template <class Words>
 __device__ __forceinline__ Words load_words(const Words* at) {
   return __ldca(at);

@@ -1,6 +1,6 @@
 // One step of rows with quantised states (rules/quantised.h), on every instruction set and on a device, against a
-// scalar loop that goes by the description there: codes, scales, parameters and rests of weights bit for bit. Every pair of codes,
-// size of block, master mode and dtype, strides, odd addresses, AMSGrad, fresh momentum, and what is not finite.
+// scalar loop that goes by the description there: codes, scales, parameters and rests of weights bit for bit. Every pair
+// of codes, size of block, master mode and dtype, strides, odd addresses, AMSGrad, fresh momentum, and what is not finite.
 #include <algorithm>
 #include <string>
 

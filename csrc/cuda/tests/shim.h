@@ -1,9 +1,9 @@
 // CUDA on the CPU, for the tests: the .cu files compile against this with a C++ compiler, and every kernel runs, block
 // after block, its threads as fibers in an order that a seed shuffles.
 //
-// What it catches: misaligned accesses of several elements at once, barriers and shuffles that not all threads of the block (the
-// warp) reach, a thread that relies on the order of others between two barriers, and, with sanitizers, every access out
-// of bounds. What it cannot show: races within a warp's instruction, memory ordering, speed.
+// What it catches: misaligned accesses of several elements at once, barriers and shuffles that not all threads of the
+// block (the warp) reach, a thread that relies on the order of others between two barriers, and, with sanitizers, every
+// access out of bounds. What it cannot show: races within a warp's instruction, memory ordering, speed.
 #pragma once
 
 #include <cmath>
