@@ -4,7 +4,7 @@
     python bench/bench_formats.py --json RESULTS
     python bench/format_table.py RESULTS
 
-Of each combination the newest line counts. Speed is that of clip + step on GPT-2's 124 M parameters in bf16, beside
+Of each combination the newest line of the default rate and length counts. Speed is that of clip + step on GPT-2's 124 M parameters in bf16, beside
 torch's clip + fused step of the same run.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_formats import name_of
+from train_formats import LR, STEPS, case_of
 from workloads import FUSED
 
 Record = dict[str, Any]
@@ -35,7 +36,8 @@ def speeds(records: list[Record]) -> dict[str, float]:
 def table(records: list[Record]) -> str:
     """Markdown. Losses are differences to fp32 in percent, the mean over the seeds and in brackets each."""
     speed = speeds(records)
-    trained = {r["contender"]: r for r in records if r["bench"] == "train_formats" and not r["quick"]}
+    those = [r for r in records if r["bench"] == "train_formats" and r["case"] == case_of(STEPS, LR) and not r["quick"]]
+    trained = {r["contender"]: r for r in those}
     rows = ["| Parameters | Master weights | Moments | Bytes | Validation loss | Speed |", "|---|---|---|---|---|---|"]
     for name, found in trained.items():
         params, master, states = name.split("-")

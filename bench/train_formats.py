@@ -145,6 +145,10 @@ def train(job: Job) -> Run:
     return Run(task.validation_loss(), *sizes, backends)
 
 
+def case_of(steps: int, lr: float) -> str:
+    return f"text model, {steps} steps, lr {lr:g}"
+
+
 def record(
     combination: Combination, runs: Sequence[Run], baseline: Sequence[Run], settings: Settings
 ) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def record(
     mean, bound = statistics.fmean(differences), combination.bound
     return {
         "bench": "train_formats",
-        "case": f"text model, {settings.steps} steps, lr {settings.lr:g}",
+        "case": case_of(settings.steps, settings.lr),
         "contender": combination.name,
         "quick": settings.quick,
         "seeds": list(settings.seeds),

@@ -79,8 +79,8 @@ ALL_SLOTS = tuple(name for key in MOMENTS for name in (f"{key}_q8", f"{key}_q4",
 
 
 def slot_of(name: str) -> str:
-    """The slot that an entry of :data:`ALL_SLOTS` belongs to."""
-    return name.rpartition("_")[0]
+    """The slot that an entry of a state belongs to: codes and scales to the moment that they hold."""
+    return name.rpartition("_")[0] if name in ALL_SLOTS else name
 
 
 def block_for(shape: Sequence[int], state_dtype: str) -> int:

@@ -220,7 +220,9 @@ def test_the_table_takes_bytes_losses_and_speeds(
 ) -> None:
     monkeypatch.syspath_prepend(BENCH)
     script = importlib.import_module("format_table")
-    trained = [{**r, "quick": False} for r in records.values()]
+    case = importlib.import_module("train_formats").case_of(400, 3e-4)
+    trained = [{**r, "quick": False, "case": case} for r in records.values()]
+    trained += [{**r, "quick": False, "case": "another rate", "bytes_of_matrices": 1e6} for r in records.values()]
     run = {"bench": "formats", "case": "int8 moments", "time": "now", "quick": False}
     timed = [
         {**run, "contender": "mo_fused int8 split8", "median_ms": 20.0},
@@ -228,7 +230,7 @@ def test_the_table_takes_bytes_losses_and_speeds(
         {**run, "contender": "mo_fused int8 split8", "median_ms": 1.0, "quick": True},
     ]
     lines = script.table([*timed, *trained]).splitlines()
-    assert len(lines) == 2 + len(trained)
+    assert len(lines) == 2 + len(records)
     (found,) = (line for line in lines if line.startswith("| bf16 | split8 | int8 |"))
     assert found.endswith("| 1.50x |")
     assert f"| {records['bf16-split8-int8']['bytes_of_matrices']:.2f} |" in found

@@ -6,8 +6,6 @@
 // Assumes of the table: as adamw_kernel.cpp; Row::block divides the chunk's start and length.
 #include "cpu/adamw_quantised.h"
 
-#include <type_traits>
-
 #include "cpu/lanes.h"
 #include "cpu/quantised.h"
 #include "rules/adamw.h"

@@ -56,8 +56,6 @@ struct Code<kQ4Root> {
 // Of a number in two's complement; the vector form is in cpu/quantised.h.
 MO_RULE uint32_t absolute(uint32_t x) { return int32_t(x) < 0 ? 0u - x : x; }
 
-MO_RULE bool is_quantised(int dtype) { return dtype >= kQ8; }
-
 // `scale` is stored; values are multiplied by `inverse`, which is 2 / scale, before they are encoded. A NaN in a block makes
 // it NaN: scale NaN, all codes 0 (valid = false). An infinite value counts as the largest finite one.
 struct BlockScale {

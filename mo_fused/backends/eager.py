@@ -142,7 +142,7 @@ def _update(
     rest = entry.get(masters.SLOTS.get(mode, "")) if mode else None
     p = masters.load(param, rest, mode) if mode else reference.widen(param.detach(), compute)
     g = reference.widen(grad.detach(), compute)
-    moments = list(dict.fromkeys(_slot(k) for k in row.slots if k not in masters.ALL_SLOTS))
+    moments = list(dict.fromkeys(quantised.slot_of(k) for k in row.slots if k not in masters.ALL_SLOTS))
     codes = [quantised.find(entry, k) if row.plan is not None and row.plan.block else None for k in moments]
     slots: list[Any] = [
         reference.widen(entry[k], compute) if code is None else quantised.load(entry, k, code, param.shape)
@@ -194,10 +194,6 @@ def _update(
         else:
             quantised.store(entry, key, code, value, _rounding_bits(key, row, int(entry["step"])))
     return sums
-
-
-def _slot(name: str) -> str:
-    return quantised.slot_of(name) if name in quantised.ALL_SLOTS else name
 
 
 def _rounding_bits(key: str, row: Row, step: int) -> Tensor | None:

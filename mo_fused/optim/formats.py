@@ -22,6 +22,11 @@ _REST_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int1
 """DType and RestType of csrc/abi.h."""
 
 
+def draws(defaults: dict[str, Any]) -> bool:
+    """Whether results depend on random numbers, and so on the number of the step."""
+    return defaults.get("master_weights") in masters.DRAWS or defaults.get("state_dtype") in quantised.QUANTISED
+
+
 class Formats:
     """The options ``state_dtype``, ``master_weights`` and ``seed`` of one optimizer."""
 
@@ -29,11 +34,6 @@ class Formats:
         self.state_dtype: str | None = defaults.get("state_dtype")
         self.mode: str | None = defaults.get("master_weights")
         self.seed: int = defaults.get("seed", 0)
-
-    @property
-    def draws(self) -> bool:
-        """Results depend on random numbers, and so on the number of the step."""
-        return self.mode in masters.DRAWS or self.state_dtype in quantised.QUANTISED
 
     def by_index(self, p: Tensor) -> bool:
         """What becomes of an element depends on its index, so that elements are walked in the order of the shape."""
@@ -66,7 +66,7 @@ class Formats:
         """The Operand of csrc/abi.h that a slot is, or the place of its scales."""
         if slot in MASTER_SLOTS:
             return MASTER
-        key = quantised.slot_of(slot) if slot in quantised.ALL_SLOTS else slot
+        key = quantised.slot_of(slot)
         operand = rule.places[rule.all_slots.index(key)]
         return operand - STATE0 + SCALE0 if slot == f"{key}_scale" else operand
 

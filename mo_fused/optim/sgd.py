@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import masters, quantised
 from .adamw import OPTIONS_DOC
 from .base import OPTIONS, FusedOptimizer, check_options
+from .formats import draws
 from .rules import SGDRule
 
 _RULES = (SGDRule(), SGDRule(counts=True))
@@ -24,10 +24,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     @property
     def _rule(self) -> SGDRule:  # type: ignore[override]
-        # Asked for several times a step, and before the defaults are complete.
-        defaults = self.defaults
-        draws = defaults.get("master_weights") in masters.DRAWS or defaults.get("state_dtype") in quantised.QUANTISED
-        return _RULES[draws]
+        return _RULES[draws(self.defaults)]  # asked for several times a step
 
     def __init__(
         self,
