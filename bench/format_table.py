@@ -4,8 +4,8 @@
     python bench/bench_formats.py --json RESULTS
     python bench/format_table.py RESULTS
 
-Of each combination the newest line of the default rate and length counts. Speed is that of clip + step on GPT-2's 124 M parameters in bf16, beside
-torch's clip + fused step of the same run.
+Of each combination the newest line of the default rate and length counts. Speed is that of clip + step on GPT-2's 124 M
+parameters in bf16, beside torch's clip + fused step of the same run.
 """
 
 from __future__ import annotations
