@@ -154,7 +154,12 @@ struct RowScalars {
   int64_t reserved;
 };
 
-enum Phase : int32_t { kMeasure = 1, kFinish = 2, kUpdate = 4, kScale = 8 };
+enum Phase : int32_t {
+  kMeasure = 1, kFinish = 2, kUpdate = 4, kScale = 8,
+  // A step in several calls. kDeferred: the finish prepares an update that later calls make, each of some chunks. Those
+  // say kPrepared; kMeasured: Adafactor's first pass has run over these rows; kSums: add up what all of them have left.
+  kDeferred = 16, kPrepared = 32, kMeasured = 64, kSums = 128
+};
 enum Rule : int32_t { kAdam = 0, kSGD = 1, kNoRule = 2, kAdafactor = 3 };
 // Adafactor's step size before it is scaled: min(lr, 1/sqrt(t)); lr; min(0.01, 1/sqrt(t)); min(1e-6 t, 1/sqrt(t)).
 enum StepKind : int32_t { kCapped = 0, kGiven = 1, kRelative = 2, kWarmUp = 3 };

@@ -193,6 +193,11 @@ def is_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+def is_host(device: torch.device) -> bool:
+    """Whether the device's memory is the host's."""
+    return device.type == "cpu"
+
+
 def is_meta(tensor: Tensor) -> bool:
     """Whether the tensor has no data."""
     return tensor.device.type == "meta"
@@ -232,6 +237,13 @@ def choose(tensor: Tensor, backend: str | None = None) -> Choice:
     if is_cpu(tensor):
         return _choose_cpu(wanted)
     return _choose_gpu(tensor, wanted)
+
+
+def choose_host(backend: str | None = None) -> Choice:
+    """The backend for what the host steps in the place of a device."""
+    if requested(backend) == "eager":
+        return Choice("eager", "asked for by backend= or MO_FUSED_BACKEND")
+    return Choice("eager", native_problem()) if native() is None else Choice("cpu", "native kernels of the host")
 
 
 def _choose_cpu(wanted: str | None) -> Choice:

@@ -221,3 +221,59 @@ def native_layout(found: str) -> ImportError:
             "install again with `pip install --force-reinstall mo_fused` (or `pip install .`)",
         )
     )
+
+
+def offload_folder(folder: str, found: str) -> OSError:
+    return OSError(
+        message(f"offload='disk:{folder}' to name a folder that can be written", found, "name another folder")
+    )
+
+
+def offload_full(folder: str, needed: int, free: int) -> OSError:
+    return OSError(
+        message(
+            f"{needed:,} bytes for a state under {folder}",
+            f"{free:,} bytes free",
+            "make room or name another folder; parameters and states are as before the step",
+        )
+    )
+
+
+def offload_lost(path: str, found: str) -> OSError:
+    return OSError(
+        message(
+            f"the file of states {path} to stay while the optimizer lives",
+            found,
+            "load the last checkpoint into a new optimizer; the model's parameters are intact",
+        )
+    )
+
+
+def offload_failed(path: str, what: str, found: str) -> OSError:
+    return OSError(
+        message(
+            f"to {what} the file of states {path}",
+            found,
+            "load the last checkpoint into a new optimizer; the model's parameters are intact",
+        )
+    )
+
+
+def offload_broken(found: str) -> RuntimeError:
+    return RuntimeError(
+        message(
+            "states that all belong to the same step",
+            f"a step that failed halfway ({found})",
+            "load a checkpoint into a new optimizer; every parameter has its value of before or of after that step",
+        )
+    )
+
+
+def offload_scaler(found: str) -> RuntimeError:
+    return RuntimeError(
+        message(
+            "mo_fused.GradScaler, without unscale_, where offload_gradients has taken the gradients",
+            found,
+            "use mo_fused.GradScaler and max_grad_norm, or leave offload_gradients out",
+        )
+    )

@@ -37,7 +37,8 @@ class Order:
     """A written operand certainly has several elements at one address (an expanded tensor)."""
 
 
-def _dense_in_one_order(operands: Sequence[Tensor]) -> bool:
+def dense_in_one_order(operands: Sequence[Tensor]) -> bool:
+    """Whether all of them, of one shape, lie without gaps in one and the same order."""
     first = operands[0]
     if all(t.is_contiguous() for t in operands):
         return True
@@ -74,7 +75,7 @@ def walking_order(operands: Sequence[Tensor | None], written: Sequence[int], kee
     operands = [*operands, *[None] * (OPERANDS - len(operands))]
     there = [t for t in operands if t is not None]
     lead = there[0]
-    in_order = all(t.is_contiguous() for t in there) if keep_order else _dense_in_one_order(there)
+    in_order = all(t.is_contiguous() for t in there) if keep_order else dense_in_one_order(there)
     if lead.numel() == 0 or in_order:
         return Order(None, "", False)
     dims = [d for d, n in enumerate(lead.shape) if n != 1]

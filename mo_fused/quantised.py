@@ -101,7 +101,8 @@ def block_of(p: Tensor, state_dtype: str) -> int:
     return block_for(p.shape, state_dtype) if of_float32 else 0
 
 
-def _shapes(shape: torch.Size, code: Code, block: int) -> tuple[torch.Size, torch.Size]:
+def shapes_of(shape: torch.Size, code: Code, block: int) -> tuple[torch.Size, torch.Size]:
+    """The shapes of codes and scales of a parameter."""
     width = shape.numel() // shape[0]
     codes = shape if code.bits == 8 else torch.Size((shape[0], width // 2))
     return codes, torch.Size((shape[0], width // block))
@@ -110,7 +111,7 @@ def _shapes(shape: torch.Size, code: Code, block: int) -> tuple[torch.Size, torc
 def holds(entry: Entry, key: str, code: Code, p: Tensor, block: int) -> bool:
     """Whether the state has this slot in these codes already."""
     found = tuple(entry.get(name) for name in names(key, code))
-    wanted = zip(_shapes(p.shape, code, block), (code.dtype, torch.float32), strict=True)
+    wanted = zip(shapes_of(p.shape, code, block), (code.dtype, torch.float32), strict=True)
     return all(
         type(t) is Tensor and t.shape == shape and t.dtype == dtype and t.is_contiguous() and t.device == p.device
         for t, (shape, dtype) in zip(found, wanted, strict=True)
@@ -119,7 +120,7 @@ def holds(entry: Entry, key: str, code: Code, p: Tensor, block: int) -> bool:
 
 def make(key: str, code: Code, p: Tensor, block: int) -> Entry:
     """The entries of a slot of zeros, as the kernels want them."""
-    codes, scale = _shapes(p.shape, code, block)
+    codes, scale = shapes_of(p.shape, code, block)
     of_codes, of_scale = names(key, code)
     return {
         of_codes: torch.zeros(codes, dtype=code.dtype, device=p.device),
@@ -144,7 +145,7 @@ def check(entry: Entry, key: str, shape: torch.Size, name: str) -> None:
     codes, scale = (entry[n] for n in names(key, code))
     if code.dtype == codes.dtype and scale.dim() == 2 and scale.numel() and len(shape) > 1:
         block, rest = divmod(shape.numel(), scale.numel())
-        if not rest and block % 2 == 0 and (codes.shape, scale.shape) == _shapes(shape, code, block):
+        if not rest and block % 2 == 0 and (codes.shape, scale.shape) == shapes_of(shape, code, block):
             return
     found = f"{codes.dtype} {tuple(codes.shape)} with scales {tuple(scale.shape)}"
     raise errors.state_mismatch("codes", name, names(key, code)[0], f"for {tuple(shape)}", found)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import errors
 from .device_part import DeviceStats
+from .offload.engine import on_complete_gradient
 from .optim.base import FusedOptimizer, param_name, run_step
 from .optim.rows import Row, RowSet
 from .request import Request
@@ -44,6 +45,8 @@ def gradient_release(model: torch.nn.Module, opt: FusedOptimizer, accumulation_s
     With ``max_grad_norm`` they have not: the exact global norm is known when the backward is over. The norm of the
     previous step takes its place; in the first step, and in the first after loading a checkpoint, each gradient is
     clipped by its own norm. A norm that is not finite is not used: the last finite one is.
+
+    With ``offload`` the host works on a parameter beside the backward of others, and ``opt.step()`` waits for it.
 
     Args:
         model: whose parameters are watched. Those that ``opt`` does not have are left alone; those of ``opt`` that are
@@ -110,6 +113,8 @@ class GradientRelease:
         opt.__dict__.pop("_row_set", None)
         self.attach(opt)
         opt.__dict__["_gradient_release"] = self
+        if opt._offload is not None:
+            opt._offload.in_background = True
 
     def remove(self) -> None:
         """Puts everything back. Gradients that have not been used are left for ``opt.step()``."""
@@ -121,6 +126,9 @@ class GradientRelease:
         opt = self._opt()
         if opt is not None and opt._release() is self:
             del opt.__dict__["_gradient_release"]
+            if opt._offload is not None:
+                opt._offload.in_background = False
+                opt._offload.join()
 
     def __enter__(self) -> GradientRelease:
         return self
@@ -146,15 +154,9 @@ class GradientRelease:
         for p in () if model is None else model.parameters():
             if id(p) not in self._singles or id(p) in self._hooks:
                 continue
-            frozen = not p.requires_grad
-            if frozen and not (p.is_floating_point() or p.is_complex()):
+            if not p.requires_grad and not (p.is_floating_point() or p.is_complex()):
                 continue  # can never have a gradient
-            if frozen:  # it may be thawed later, and torch takes hooks of tensors alone that require a gradient
-                p.requires_grad_(True)
-            register: Any = p.register_post_accumulate_grad_hook
-            self._hooks[id(p)] = register(_hook(self))
-            if frozen:
-                p.requires_grad_(False)
+            self._hooks[id(p)] = on_complete_gradient(p, _hook(self))
 
     def refuse_group(self, group: dict[str, Any]) -> None:
         """Raises for a group that cannot be stepped during the backward."""
@@ -193,6 +195,9 @@ class GradientRelease:
                 self._step(opt, single)
                 if id(p) in self._hooks:
                     p.grad = None
+        if opt._offload is not None:
+            opt._offload.join()
+            opt._offload.settle_gradients()
         for single in self._singles.values():
             single.fired = 0
         self._put_state_in_order(opt)
@@ -324,6 +329,9 @@ class _OwnState:
     def __getitem__(self, param: Tensor) -> Any:
         return self.everything[param]
 
+    def __setitem__(self, param: Tensor, entry: Any) -> None:
+        self.everything[param] = entry
+
     def pop(self, param: Tensor, *default: Any) -> Any:
         return self.everything.pop(param, *default)
 
@@ -338,6 +346,7 @@ class _Single:
         self.fired = 0  # since the last opt.step()
         self._rule = opt._rule
         self.defaults = opt.defaults
+        self._offload = opt._offload
         self.param_groups: list[dict[str, Any]] = []
         self.state = _OwnState(param, opt.state)
         self._opt = weakref.ref(opt)

@@ -31,8 +31,10 @@ class GradScaler(torch.amp.GradScaler):
             raise
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch.amp.GradScaler.unscale_."""
+        """As torch.amp.GradScaler.unscale_; refused where ``offload_gradients`` leaves no gradients to unscale."""
         self._refuse_release(optimizer)
+        if self.is_enabled() and optimizer.defaults.get("offload_gradients"):
+            raise errors.offload_scaler("scaler.unscale_(opt)")
         super().unscale_(optimizer)
 
     def _refuse_release(self, optimizer: torch.optim.Optimizer) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import dispatch, errors, masters, quantised
 
 if TYPE_CHECKING:
+    from .offload.engine import Offload
     from .optim.rules import Rule
 
 Group = dict[str, Any]
@@ -23,10 +24,11 @@ def step_dtype(group: Group) -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() == torch.float64 and not group.get("fused") else torch.float32
 
 
-def ensure_step(state: dict[str, Any], param: Tensor, group: Group) -> None:
+def ensure_step(state: dict[str, Any], param: Tensor, group: Group, on_host: bool = False) -> None:
     """Makes ``state["step"]`` a 0-dim floating tensor on the parameter's device, whatever kind of number it was."""
     value = state.get("step")
-    device = torch.device("cpu") if dispatch.is_meta(param) else param.device  # a meta tensor cannot be counted on
+    on_host = on_host or dispatch.is_meta(param)  # a meta tensor cannot be counted on
+    device = torch.device("cpu") if on_host else param.device
     if (
         type(value) is Tensor
         and value.dim() == 0
@@ -61,14 +63,19 @@ def ensure_slots(state: dict[str, Any], param: Tensor, keys: Sequence[str], stat
     return made
 
 
-def check_slot(state: dict[str, Any], param: Tensor, key: str, name: str, shape: torch.Size) -> None:
-    """Refuses a slot that cannot belong to the parameter, before anything is changed."""
+def check_slot(
+    state: dict[str, Any], param: Tensor, key: str, name: str, shape: torch.Size, anywhere: bool = False
+) -> None:
+    """Refuses a slot that cannot belong to the parameter, before anything is changed.
+
+    ``anywhere``: it may lie on another device, from where it will be moved.
+    """
     value = state[key]
     if not isinstance(value, Tensor):
         raise errors.state_mismatch("type", name, key, "torch.Tensor", type(value).__name__)
     if value.shape != shape:
         raise errors.state_mismatch("shape", name, key, tuple(shape), tuple(value.shape))
-    if value.device != param.device:
+    if value.device != param.device and not anywhere:
         raise errors.state_mismatch("device", name, key, param.device, value.device)
 
 
@@ -82,16 +89,19 @@ def _check_names(saved_groups: list[Group], groups: list[Group]) -> None:
             raise errors.reordered_names(list(saved_names), list(own_names))
 
 
-def _own_copy(value: Any, param: Tensor, key: str) -> Any:
+def own_copy(value: Any, param: Tensor, key: str, device: torch.device | None = None) -> Any:
+    """A copy of an entry of a checkpoint, on the parameter's device or another one."""
     if not isinstance(value, Tensor):
         return value
+    device = param.device if device is None else device
     if key in quantised.ALL_SLOTS:  # in the order of the shape, whatever the parameter's
-        return value.detach().to(device=param.device, copy=True, memory_format=torch.contiguous_format)
+        return value.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)
     if key == "step" or value.shape != param.shape or type(value) is not Tensor or type(param.data) is not Tensor:
-        device = value.device if key == "step" else param.device
-        return value.detach().to(device=device, copy=True)
+        return value.detach().to(device=value.device if key == "step" else device, copy=True)
     # In the parameter's memory format, so that the step walks both in one order.
-    out = torch.empty_like(param, dtype=value.dtype, requires_grad=False, memory_format=torch.preserve_format)
+    out = torch.empty_like(
+        param, dtype=value.dtype, device=device, requires_grad=False, memory_format=torch.preserve_format
+    )
     return out.copy_(value.detach())
 
 
@@ -102,8 +112,9 @@ class Loader:
     would be rounded) and aliases the checkpoint's tensors.
     """
 
-    def __init__(self, groups: list[Group], rule: Rule) -> None:
+    def __init__(self, groups: list[Group], rule: Rule, offload: Offload | None = None) -> None:
         self._groups = groups
+        self._offload = offload
         self._rule = rule
         self._state: dict[Any, Any] = {}
 
@@ -129,7 +140,14 @@ class Loader:
                     raise errors.state_mismatch("shape", name, slot, tuple(shape), tuple(value.shape))
             for slot in quantised.MOMENTS:
                 quantised.check(entry, slot, param.shape, name)
-            self._state[param] = {k: _own_copy(v, param, k) for k, v in entry.items() if v is not None}
+            saved = {k: v for k, v in entry.items() if v is not None}
+            home = None if self._offload is None else self._offload.home_of(param)
+            if home is None:
+                self._state[param] = {k: own_copy(v, param, k) for k, v in saved.items()}
+            else:
+                from .offload.states import taken_over  # which needs this module
+
+                self._state[param] = taken_over(home, saved, param)
         # These are keys of this package's groups: a plain torch checkpoint does not know them and must not lose them.
         keys = ("clip", *self._rule.group_keys)
         kept = [{key: own[key] for key in keys if key in own} for own in self._groups]

@@ -86,6 +86,10 @@ class StatsBuffer:
         self.rows[:, at] = earlier.rows[:, at] if known else float("nan")
         self["updated"] = 1.0
 
+    def row(self, row: int, name: str) -> float:
+        """A field of one row."""
+        return float(self.rows[row, _ROW_AT[name]])
+
     def set_row(self, row: int, **fields: float) -> None:
         for name, value in fields.items():
             self.rows[row, _ROW_AT[name]] = value

@@ -132,7 +132,7 @@ ROW_SCALARS_SIZE = 96
 CHUNK_STATS_SIZE = 64
 
 ACTIVE, FRESH, STEP_F64, GRAD_SHARED, SCALES_SHARED, PARAM_UNKNOWN = 1, 2, 4, 8, 16, 32
-MEASURE, FINISH, UPDATE, SCALE = 1, 2, 4, 8
+MEASURE, FINISH, UPDATE, SCALE, DEFERRED, PREPARED, MEASURED, SUMS = 1, 2, 4, 8, 16, 32, 64, 128
 
 
 def check_abi(sizes: dict[str, int]) -> None:
@@ -224,8 +224,8 @@ def refresh_rows(
     slots = len(keys) - has_step
     for k in range(slots):
         there = seen[2 + k] != 0
-        column = _column(rows, int(places[k]))
-        column[there] = address[2 + k][there]
+        column, which = column_of(rows, int(places[k]))
+        column[there if which is None else (there, which)] = address[2 + k][there]
     if has_step:
         rows["step"] = address[2 + slots]
     rows["flags"] = flags | np.where(active, ACTIVE, 0)
@@ -233,11 +233,12 @@ def refresh_rows(
     return grads, strided | (0 if active.all() else MISSING_GRADIENT)
 
 
-def _column(rows: np.ndarray[Any, Any], place: int) -> np.ndarray[Any, Any]:
-    """Where the rows keep the address of a slot."""
-    if place == MASTER:
-        return rows["master"]
-    return rows["scale"][:, place - SCALE0] if place >= SCALE0 else rows["state"][:, place - STATE0]
+def column_of(rows: np.ndarray[Any, Any], place: int) -> tuple[np.ndarray[Any, Any], int | None]:
+    """Where rows keep the address of an operand or a scale: a field, and which of its elements."""
+    if place >= SCALE0:
+        return rows["scale"], place - SCALE0
+    name = {0: "param", GRAD: "grad", MASTER: "master"}.get(place)
+    return (rows["state"], place - STATE0) if name is None else (rows[name], None)
 
 
 def same_items(a: list[Any], b: list[Any]) -> bool:

@@ -110,6 +110,7 @@ struct Step {
     update = (control.phases & kUpdate) && !found;
     scale = (control.phases & kScale) && coef != 1.0;
     if (update || scale) prepare_rows(coef);
+    if (control.phases & kDeferred) update = scale = false;
   }
 
   // Bias corrections and other scalars; consecutive rows of one group at the same step share them, but for Adafactor,
@@ -241,16 +242,19 @@ void member_runs(void* context, int member, int size) {
 void run_step(const StepTable& table) {
   Step step(table);
   const Control& control = step.control;
+  const bool prepared = control.phases & kPrepared;
   if (!(control.phases & kMeasure) && (control.phases & kFinish)) step.finish();
+  if (prepared) step.update = control.phases & kUpdate;
   const int64_t useful = table.n_batches < control.threads ? table.n_batches : control.threads;
   ThreadPool& pool = ThreadPool::instance();
   const int members = pool.reserve(int(useful));
   Team team{step, Barrier(members), Barrier(members), std::nullopt};
   // Where nothing decided on the update, its rows are measured when their turn comes.
-  if (step.update && control.rule == kAdafactor) team.walk.emplace(table, step.result->measured != 0.0, members);
+  const bool measured = prepared ? (control.phases & kMeasured) != 0 : step.result->measured != 0.0;
+  if (step.update && control.rule == kAdafactor) team.walk.emplace(table, measured, members);
   pool.run(members, member_runs, &team);
-  if (step.update) {
-    step.scale_shared();
+  if (step.update) step.scale_shared();
+  if (prepared ? (control.phases & kSums) != 0 : step.update) {
     if (control.grad_stats_in_update) step.reduce_gradients();
     if (control.update_stats) step.reduce_updates();
   }

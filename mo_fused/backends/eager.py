@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import masters, quantised, reference
 from ..stats import StatsBuffer
-from ..table import FINISH, MEASURE, UPDATE, Table
+from ..table import DEFERRED, FINISH, MEASURE, UPDATE, Table
 
 if TYPE_CHECKING:
     from ..optim.rows import Row
@@ -63,36 +63,48 @@ def run(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: 
         _measure(table, rows, grads, out)
     if control["phases"] & FINISH:
         _finish(table, out)
-    if not control["phases"] & UPDATE or out["skipped"]:
+    if not control["phases"] & UPDATE or control["phases"] & DEFERRED or out["skipped"]:
         return
     if control["grad_stats_in_update"]:
         _measure(table, rows, grads, out)
     sums = [0.0, 0.0, 0.0]
     scales: dict[int, tuple[Tensor, float]] = {}  # a gradient that several parameters share is scaled once
     for i, (row, grad) in enumerate(zip(rows, grads, strict=True)):
-        if grad is None:
+        if grad is None or row.home is not None:  # offloaded: see mo_fused/offload
             continue
-        hyper = {
-            name: float(value)
-            for name, value in zip(table.hyper.dtype.names or (), table.hyper[row.group], strict=True)
-        }
-        scale = (out["clip_coef"] if hyper["clip"] else 1.0) / float(control["grad_scale"])
-        found = _update(row, grad, hyper, scale, bool(control["update_stats"]))
+        found, scale = update_row(table, row, i, grad, out)
         scales[id(grad)] = (grad, scale)
-        if control["update_stats"]:
-            out.set_row(
-                i,
-                update_norm=math.sqrt(found[0]),
-                stored_update_norm=math.sqrt(found[1]),
-                param_norm=math.sqrt(found[2]),
-            )
-            sums = [a + b for a, b in zip(sums, found, strict=True)]
+        sums = [a + b for a, b in zip(sums, found, strict=True)]
     for grad, scale in scales.values():
         if control["clip_in_place"] and scale != 1.0:
             compute = torch.float64 if grad.dtype == torch.float64 else torch.float32
             grad.copy_(reference.narrow(reference.widen(grad, compute) * scale, grad.dtype))
     if control["update_stats"]:
         out["update_norm"], out["stored_update_norm"], out["param_norm"] = (math.sqrt(s) for s in sums)
+        out["updated"] = 1.0
+
+
+def update_row(
+    table: Table, row: Row, i: int, grad: Tensor, out: StatsBuffer
+) -> tuple[tuple[float, float, float], float]:
+    """Updates row ``i`` of the table: sums of squares of update, stored update and parameter; the gradient's factor."""
+    control = table.control[0]
+    hyper = {
+        name: float(value) for name, value in zip(table.hyper.dtype.names or (), table.hyper[row.group], strict=True)
+    }
+    scale = (out["clip_coef"] if hyper["clip"] else 1.0) / float(control["grad_scale"])
+    found = _update(row, grad, hyper, scale, bool(control["update_stats"]))
+    if control["update_stats"]:
+        update, stored, param = map(math.sqrt, found)
+        out.set_row(i, update_norm=update, stored_update_norm=stored, param_norm=param)
+    return found, scale
+
+
+def sum_up(table: Table, out: StatsBuffer) -> None:
+    """The norms over all rows, after an update in several parts."""
+    if table.control["update_stats"][0]:
+        for name in ("update_norm", "stored_update_norm", "param_norm"):
+            out[name] = math.sqrt(sum(out.row(i, name) ** 2 for i in range(len(table.rows))))
         out["updated"] = 1.0
 
 

@@ -74,6 +74,9 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         stats: bool = False,
         amp: str = "fused",
         backend: str | None = None,
+        offload: str | None = None,
+        offload_gradients: bool = False,
+        offload_fraction: float = 1.0,
     ) -> None:
         arguments = locals()
         given = {name: arguments[name] for name in OPTIONS if name in arguments}

@@ -70,6 +70,9 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
         state_dtype: str | None = None,
         master_weights: str | None = None,
         seed: int = 0,
+        offload: str | None = None,
+        offload_gradients: bool = False,
+        offload_fraction: float = 1.0,
     ) -> None:
         arguments = locals()
         options = check_options({name: arguments[name] for name in OPTIONS})
@@ -123,6 +126,9 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         state_dtype: str | None = None,
         master_weights: str | None = None,
         seed: int = 0,
+        offload: str | None = None,
+        offload_gradients: bool = False,
+        offload_fraction: float = 1.0,
     ) -> None:
         arguments = locals()
         options = check_options({name: arguments[name] for name in OPTIONS})

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised
+from ..offload.engine import Offload, check_offload
+from ..offload.files import OnDisk
 from ..request import Request
 from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
@@ -33,6 +35,9 @@ OPTIONS: dict[str, Any] = {
     "state_dtype": None,
     "master_weights": None,
     "seed": 0,
+    "offload": None,
+    "offload_gradients": False,
+    "offload_fraction": 1.0,
 }
 """Options of this package with their defaults. They live in ``defaults`` and never in groups or checkpoints."""
 
@@ -83,6 +88,7 @@ def check_options(options: dict[str, Any], quantises: bool = True) -> dict[str, 
             "'fused' unscales inside the step, 'torch' leaves it to the scaler, for frameworks that clip by themselves",
         )
     dispatch.requested(options["backend"])
+    check_offload(options)
     _check_formats(options, (*STATE_DTYPES, *quantised.QUANTISED) if quantises else tuple(STATE_DTYPES))
     return {**options, "max_grad_norm": None if norm is None else float(norm)}
 
@@ -119,7 +125,8 @@ def run_step(
     rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: list[dict[str, Any]]
 ) -> list[Buffer]:
     """One step of these rows and what has to be noted after it; where its statistics are."""
-    run = execute.device_step if rows.devices else execute.host_step
+    on_devices = rows.devices or (rows.offloaded is not None and rows.offloaded.on_devices and ask.gated)
+    run = execute.device_step if on_devices else execute.host_step
     on_host_skipped = run(rows, grads, ask, rule, state, groups)
     skipped = on_host_skipped and not rows.devices  # as far as the host knows
     if not rows.devices:
@@ -128,16 +135,17 @@ def run_step(
         _raise_versions(rows, grads, ask.clip_in_place)
     if rule.factored:
         measured = ask.measured if rows.devices else ask.gated  # before the decision
-        rows.params_are_known(on_host=measured or not on_host_skipped)
+        rows.params_are_known(measured, on_host_skipped)
     return execute.buffers(rows)
 
 
 def _raise_versions(rows: RowSet, grads: list[Tensor | None], clip_in_place: bool) -> None:
     """Raw writes do not raise the version counters, and a stale backward would be wrong in silence."""
     params, written = rows.active_params(grads), grads
-    if rows.eager:  # whose rows, the host's, are written by torch itself
+    if rows.eager:  # whose rows, the host's, are written by torch itself, unless they are offloaded
         first = len(rows.host)
         params = [p for p, g in zip(rows.row_params[first:], grads[first:], strict=True) if g is not None]
+        params += [r.param for r, g in zip(rows.host, grads, strict=False) if r.home is not None and g is not None]
         written = grads[first:]
     torch.autograd.graph.increment_version(params)
     if clip_in_place:
@@ -159,6 +167,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.defaults.update(options)
         for group in self.param_groups:
             self._drop_options(group)
+        _ = self._offload  # hooks have to be there before the first backward
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -196,6 +205,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             release.refuse_group(param_group)
         super().add_param_group(param_group)
         self._drop_options(self.param_groups[-1])
+        if (offload := self.__dict__.get("_offload_engine")) is not None:
+            offload.attach(self)
         if release is not None:
             release.attach(self)
 
@@ -205,12 +216,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.Optimizer.state_dict."""
+        """As torch.optim.Optimizer.state_dict. States in files are mapped: they are read when somebody reads them."""
         self._settle()
-        return super().state_dict()
+        found = super().state_dict()
+        if self._offload is not None:
+            found["state"] = {k: dict(v.items()) if isinstance(v, OnDisk) else v for k, v in found["state"].items()}
+        return found
 
     def _settle(self) -> None:
         """A momentum buffer that a skipped first step on a device left without a value is no state."""
+        if (offload := self.__dict__.get("_offload_engine")) is not None:
+            offload.join()
         if "_row_set" in self.__dict__:
             self._rows().settle_devices()
 
@@ -224,6 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if name not in self._options:
                     group.setdefault(name, value)
         self.__dict__.pop("_row_set", None)
+        _ = self._offload
         release = self._release()
         if release is not None:
             release.forget_norm()
@@ -242,6 +259,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         loss = None
         if (release := self._release()) is not None:
             release.refuse_scaler(self)
+        self._refuse_scaler_of_taken()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -259,6 +277,27 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _release(self) -> GradientRelease | None:
         """What steps each parameter during the backward (see :func:`mo_fused.gradient_release`), if anything does."""
         return self.__dict__.get("_gradient_release")
+
+    @property
+    def _offload(self) -> Offload | None:
+        """What keeps states away from the parameters, if ``offload`` asks for it."""
+        found: Offload | None = self.__dict__.get("_offload_engine")
+        if found is None and self.defaults.get("offload") is not None:
+            found = self.__dict__["_offload_engine"] = Offload(self)
+        return found
+
+    def _refuse_scaler_of_taken(self) -> None:
+        """A scaler looks for infinities in ``.grad``, where ``offload_gradients`` leaves nothing."""
+        if not self.defaults.get("offload_gradients") or "found_inf" not in self.__dict__:
+            return
+        if getattr(self, "grad_scale", None) is None or "_found_inf_report" not in self.__dict__:
+            raise errors.offload_scaler("torch's scaler, or a scaler whose unscale_ was called")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer.zero_grad; gradients that were taken to the host are forgotten too."""
+        super().zero_grad(set_to_none)
+        if self._release() is None and (offload := self._offload) is not None:
+            offload.discard_gradients()
 
     def _rows(self) -> RowSet:
         rows: RowSet | None = self.__dict__.get("_row_set")
@@ -281,6 +320,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             report=self.__dict__.pop("_found_inf_report", None),
         )
         buffers = run_step(rows, grads, ask, self._rule, self.state, self.param_groups)
+        if self._offload is not None:
+            self._offload.settle_gradients()
         names = partial(_stats_rows, self.param_groups, rows.all)
         self.__dict__["_last_step"] = StepStats(buffers, names)
 
@@ -327,7 +368,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the checkpoint does not fit these parameters.
         """
-        loader = Loader(self.param_groups, self._rule)
+        loader = Loader(self.param_groups, self._rule, self._offload)
         taken = self.register_load_state_dict_pre_hook(lambda _, sd: loader.take(sd))
         put = self.register_load_state_dict_post_hook(lambda _: loader.put(self.state), prepend=True)
         try:

@@ -17,7 +17,7 @@ from ..backends import cpu, eager, fallback
 from ..backends.eager import ScaledSum, larger
 from ..request import Request
 from ..stats import Buffer, StatsBuffer
-from ..table import FINISH, MEASURE, UPDATE
+from ..table import ACTIVE, DEFERRED, FINISH, MEASURE, PREPARED, UPDATE
 from .rows import RowSet
 from .rules import Rule
 
@@ -31,14 +31,15 @@ def host_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule
     control["grad_stats_in_update"] = ask.stats and not ask.gated
     if rows.other and ask.measured:
         fallback.measure(rows.table, rows.other, len(rows.host), out)
-    control["phases"] = (MEASURE if ask.gated else 0) | FINISH | UPDATE
-    _run_host(rows, grads, out)
+    if rows.offloaded is not None and ask.measured:
+        rows.offloaded.wait_for_taken(grads)
+    _finish_and_update(rows, grads, ask, groups, out, MEASURE if ask.gated else 0)
     return _after_host(rows, ask, rule, state, groups, out)
 
 
 def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: Groups) -> bool:
     """A step in which devices take part; whether the host's rows skipped it (False where it has none)."""
-    parts = rows.devices
+    parts, offloaded = rows.devices, rows.offloaded
     if len(parts) == 1 and not rows.host and not rows.other:
         part = parts[0]
         first = part.measures_first(ask)
@@ -56,6 +57,8 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
             part.measure()
     if ask.measured:
         partials = [part.partial() for part in parts]
+        if offloaded is not None:
+            partials += offloaded.measure_on_devices()
     on_host = None
     if rows.host or rows.other:
         out = _claim(rows)
@@ -78,8 +81,9 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
         scale = float(control["grad_scale"][0])
         out["grad_norm"], out["grad_amax"] = total.norm() / scale, amax / scale
         out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
-    control["phases"] = FINISH | UPDATE
-    _run_host(rows, grads, out)
+        if offloaded is not None:
+            offloaded.note_measured(out, scale)
+    _finish_and_update(rows, grads, ask, groups, out, 0)
     skipped = _after_host(rows, ask, rule, state, groups, out)
     rows.settle(skipped, grads)
     return skipped
@@ -112,6 +116,28 @@ def _control(rows: RowSet, ask: Request) -> Any:
     return control
 
 
+def _finish_and_update(
+    rows: RowSet, grads: list[Tensor | None], ask: Request, groups: Groups, out: StatsBuffer, first: int
+) -> None:
+    """The decision and pass 2 of the host's rows. ``first``: phases that come before."""
+    control, offloaded = rows.table.control, rows.offloaded
+    control["phases"] = first | FINISH | UPDATE | (0 if offloaded is None else DEFERRED)
+    _run_host(rows, grads, out)
+    if offloaded is None or out["skipped"]:
+        return
+
+    def update_the_others() -> None:
+        flags = rows.table.rows["flags"]
+        before = flags[offloaded.indices].copy()
+        flags[offloaded.indices] &= ~ACTIVE
+        if (flags & ACTIVE).any() or rows.eager:
+            control["phases"] = UPDATE | PREPARED
+            _run_host(rows, grads, out)
+        flags[offloaded.indices] = before
+
+    offloaded.step(grads, ask, out, groups, update_the_others)
+
+
 def _run_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> None:
     if rows.eager or dispatch.native() is None:
         eager.run(rows.table, rows.host, grads[: len(rows.host)], out)
@@ -126,7 +152,16 @@ def _measure_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) ->
     if rows.other:
         fallback.measure(rows.table, rows.other, len(rows.host), out)
     control["phases"] = MEASURE
-    _run_host(rows, grads, out)
+    elsewhere: Any = [] if rows.offloaded is None else rows.offloaded.elsewhere
+    here = list(grads)
+    for i in elsewhere:
+        here[i] = None
+    before = rows.table.rows["flags"][elsewhere].copy()
+    rows.table.rows["flags"][elsewhere] &= ~ACTIVE
+    if rows.offloaded is not None:
+        rows.offloaded.wait_for_taken(grads)
+    _run_host(rows, here, out)
+    rows.table.rows["flags"][elsewhere] = before
     norm = out["grad_norm"] * scale
     fraction, exponent = math.frexp(norm)
     if not math.isfinite(norm):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised
+from ..offload.homes import Slot
 from ..state import STATE_DTYPES
 from ..table import MASTER, SCALE0, STATE0
 
@@ -61,6 +62,29 @@ class Formats:
             return (*moments, *rest)
         return (*(n for key in moments for n in quantised.names(key, quantised.code_of(key, kept))), *rest)
 
+    def needed(self, rule: Rule, group: dict[str, Any], p: Tensor) -> dict[str, Slot]:
+        """The entries that a parameter's state has to have, beside the count of steps."""
+        block, kept = self.block_of(p), self.state_dtype
+        out: dict[str, Slot] = {}
+        for key in rule.slots(group, p):
+            if not block:
+                out[key] = rule.slot(key, p, "fp32" if kept in quantised.QUANTISED else kept)
+                continue
+            code = quantised.code_of(key, str(kept))
+            codes, scale = quantised.shapes_of(p.shape, code, block)
+            of_codes, of_scale = quantised.names(key, code)
+            out[of_codes] = Slot(code.dtype, tuple(codes), like_param=False)
+            out[of_scale] = Slot(torch.float32, tuple(scale), like_param=False)
+        if (mode := self.mode_of(p)) in masters.SLOTS:
+            out[masters.SLOTS[mode]] = Slot(_REST.get(mode, p.dtype), tuple(p.shape), like_param=True)
+        return out
+
+    def state_bytes(self, rule: Rule, group: dict[str, Any], p: Tensor) -> int:
+        """Bytes of a parameter's state; 0 for those that the kernels do not take."""
+        if p.dtype not in dispatch.FLOATS:
+            return 0
+        return sum(slot.size for slot in self.needed(rule, group, p).values())
+
     @staticmethod
     def place(slot: str, rule: Rule) -> int:
         """The Operand of csrc/abi.h that a slot is, or the place of its scales."""
@@ -70,13 +94,13 @@ class Formats:
         operand = rule.places[rule.all_slots.index(key)]
         return operand - STATE0 + SCALE0 if slot == f"{key}_scale" else operand
 
-    def code(self, slot: str, value: Tensor) -> int:
+    def code(self, slot: str, dtype: torch.dtype) -> int:
         """The code of a slot's element type in csrc/abi.h, or -1 for one that the kernels do not take."""
         if slot in MASTER_SLOTS:
-            return _REST_CODES.get(value.dtype, -1)
+            return _REST_CODES.get(dtype, -1)
         if slot in quantised.ALL_SLOTS:
             return quantised.code_of(quantised.slot_of(slot), str(self.state_dtype)).number
-        return dispatch.FLOATS.get(value.dtype, -1)
+        return dispatch.FLOATS.get(dtype, -1)
 
     def why_not(self, p: Tensor) -> str:
         """Why a matrix keeps float32 moments although quantised ones were asked for; empty otherwise."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,11 @@ from .. import dispatch, errors, masters, quantised, state
 from ..device_part import DevicePart
 from ..device_table import chunk_elements
 from ..factored import HOST, Tiling, device_limits
-from ..layout import Plan, walking_order
+from ..layout import Plan, dense_in_one_order, walking_order
+from ..offload.files import OnDisk
+from ..offload.homes import Home, row_major
+from ..offload.rows import OffloadedRows
+from ..offload.states import bring_back, settle
 from ..stats import RING, StatsBuffer
 from ..table import (
     ACTIVE,
@@ -68,6 +73,11 @@ class Row:
     fresh_flag: Tensor | None = None  # on a device: 1 while that is so, as only the device knows
     structure: Any = None  # what the group said when the plan was made
     key: list[int] = field(default_factory=list)  # layout hashes that the plan was made for: param, grad, slots, step
+    home: Home | None = None  # where its state is offloaded to; the following are of such rows
+    order: tuple[int, ...] = ()  # strides of slots that have an element for each of the parameter's
+    dense: bool = False  # parameter and gradient lie without gaps in this order
+    measured_by: str = ""  # the backend of the parameter's device
+    grad_dtype: torch.dtype = torch.float32
 
 
 class RowSet:
@@ -78,6 +88,7 @@ class RowSet:
         self._backend = optimizer.defaults.get("backend")
         self._clip_in_place = bool(optimizer.defaults.get("clip_in_place"))
         self._formats = Formats(optimizer.defaults)
+        self._offload = optimizer._offload
         self._params: list[Tensor] = []
         self._sizes: list[int] = []
         self._structure: list[Any] = []
@@ -99,6 +110,7 @@ class RowSet:
         self.all: list[Row] = []
         # Address and version that the carried sum of each parameter belongs to (Adafactor), shape (2, n).
         self._known_params: np.ndarray[Any, Any]
+        self.offloaded: OffloadedRows | None = None
         self._build([])
 
     # -- every step ---------------------------------------------------------------------------------------------------
@@ -107,6 +119,9 @@ class RowSet:
         """Brings the table up to date; returns the gradients of the native rows, which keep their memory alive."""
         groups = optimizer.param_groups
         params = list(chain.from_iterable([g["params"] for g in groups]))
+        if self._offload is not None:
+            self._offload.check()
+            self._offload.take_the_rest(params)
         values = [self._rule.values(g) for g in groups]
         changed = not same_values(values, self._values)
         structure = [self._rule.structure(g) for g in groups] if changed else self._structure
@@ -117,7 +132,7 @@ class RowSet:
             and optimizer.state is self._state
             and same_items(list(optimizer.state.values()), self._states)
             # A parameter with a first gradient gets its row, and its state, now.
-            and all(p.grad is None for p in self._unseen)
+            and all(self._grad(p) is None for p in self._unseen)
         )
         grads = self._update_addresses() if known else None
         if grads is None:
@@ -131,6 +146,10 @@ class RowSet:
         elif stale := self._hyper.stale():
             self._write_hyper(groups, stale)
         return grads
+
+    def _grad(self, p: Tensor) -> Tensor | None:
+        """The parameter's gradient, which may be on the host while the parameter is not."""
+        return p.grad if self._offload is None else self._offload.gradient(p)
 
     def plan_again(self) -> None:
         """The next step looks at every parameter anew."""
@@ -150,6 +169,10 @@ class RowSet:
         )
         if noticed & ROWS_CHANGED:
             return None
+        if self.offloaded is not None:
+            if not self._add_taken(grads) or self.offloaded.has_moved():
+                return None
+            noticed &= ~MISSING_GRADIENT if all(g is not None for g in grads) else -1
         if noticed & STRIDED_GRADIENT and any(g is not None and g.is_neg() for g in grads):
             return None
         self._all_active = not noticed & MISSING_GRADIENT
@@ -158,6 +181,23 @@ class RowSet:
         if self._rule.factored:
             self._mark_unknown_params()
         return grads
+
+    def _add_taken(self, grads: list[Tensor | None]) -> bool:
+        """Adds gradients that were taken from their parameters; False when one has another layout than planned."""
+        assert self._offload is not None and self.offloaded is not None
+        if not self._offload.takes_gradients:
+            return True
+        for i in self.offloaded.indices.tolist():
+            if grads[i] is None:
+                grads[i] = self._offload.gradient(self.row_params[i])
+        index = [i for i in self.offloaded.indices.tolist() if grads[i] is not None]
+        found = np.zeros(len(index), dtype=RECORD)
+        scan([grads[i] for i in index], found)
+        if (found["layout"] != self._seen[1, index]).any():
+            return False
+        self.rows["grad"][index] = found["address"]
+        self.rows["flags"][index] |= ACTIVE
+        return True
 
     def _mark_unknown_params(self) -> None:
         """Asks for the sum of squares of parameters that somebody else may have written since the last step.
@@ -173,13 +213,15 @@ class RowSet:
         """Addresses and versions of the native rows' parameters, shape (2, n)."""
         return np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
 
-    def params_are_known(self, on_host: bool) -> None:
+    def params_are_known(self, measured: bool, skipped: bool) -> None:
         """After a step of Adafactor: the sums of the parameters that took part are those of what they hold now.
 
-        Not of the host's where the step was skipped before it had measured anything (``on_host=False``).
+        Not of the host's where the step was skipped before it had measured anything.
         """
         active = self.rows["flags"] & ACTIVE != 0
-        active[: len(self.host)] &= on_host
+        active[: len(self.host)] &= measured or not skipped
+        if self.offloaded is not None:
+            active[self.offloaded.elsewhere] &= not skipped
         self._known_params = np.where(active, self._params_now(), self._known_params)
 
     def _mark_shared_gradients(self) -> None:
@@ -191,15 +233,17 @@ class RowSet:
         flags[first] |= np.where(shared[first], SCALES_SHARED, 0).astype(flags.dtype)
 
     def _write_hyper(self, groups: list[dict[str, Any]], which: Sequence[int]) -> None:
-        self._hyper.write(groups, which, self.table if self.host or self.other else None, self.devices)
+        devices = self.devices if self.offloaded is None else [*self.devices, *self.offloaded.on_devices]
+        self._hyper.write(groups, which, self.table if self.host or self.other else None, devices)
         self._hyper_written = True
 
     # -- when something changed ---------------------------------------------------------------------------------------
 
     def _plan(self, optimizer: FusedOptimizer, params: list[Tensor], structure: list[Any]) -> None:
         groups = optimizer.param_groups
+        self._state = optimizer.state
         of_group = chain.from_iterable([g] * len(group["params"]) for g, group in enumerate(groups))
-        entries = [(i, g, p, p.grad) for i, (g, p) in enumerate(zip(of_group, params, strict=True))]
+        entries = [(i, g, p, self._grad(p)) for i, (g, p) in enumerate(zip(of_group, params, strict=True))]
         self._validate(optimizer, entries)
         cache: dict[int, Row] = {}
         rows: list[Row] = []
@@ -230,7 +274,7 @@ class RowSet:
                 self._drop_valueless(row, optimizer.state)
         self._params, self._sizes = params, [len(g["params"]) for g in groups]
         self._structure, self._unseen = structure, unseen
-        self._state, self._states = optimizer.state, list(optimizer.state.values())
+        self._states = list(optimizer.state.values())
         self.host = [r for r in rows if r.backend in ("cpu", "eager")]
         self.other = [r for r in rows if r.backend == "torch"]
         self._on_device = {}
@@ -252,7 +296,7 @@ class RowSet:
             self._rule.refuse(p, grad)
             if grad.shape != p.shape:
                 raise errors.grad_mismatch("shape", name, tuple(p.shape), tuple(grad.shape))
-            if grad.device != p.device:
+            if grad.device != p.device and grad is p.grad:
                 raise errors.grad_mismatch("device", name, p.device, grad.device)
             if self._clip_in_place and type(grad) is Tensor and walking_order([grad], written=(0,)).overlapping:
                 raise errors.overlapping_tensor()
@@ -261,7 +305,8 @@ class RowSet:
             moments = self._rule.slots(group, p)
             for key in (*moments, *(k for k in self._slots(group, p) if k in MASTER_SLOTS)):
                 if entry.get(key) is not None:
-                    state.check_slot(entry, p, key, name, self._rule.slot_shape(key, p))
+                    anywhere = self._offload is not None
+                    state.check_slot(entry, p, key, name, self._rule.slot_shape(key, p), anywhere)
             for key in moments:
                 quantised.check(entry, key, p.shape, name)
             if type(p) in (Tensor, torch.nn.Parameter) and p.layout is torch.strided:
@@ -293,20 +338,32 @@ class RowSet:
         if row.backend == "torch":
             self._leave_to_torch(row, row.reason, optimizer.state.get(p))
             return row
+        row.home = None if self._offload is None else self._offload.home_of(p)
+        if row.home is None and self._offload is not None:
+            bring_back(optimizer.state, p)
+        if row.home is not None:
+            self._offload_row(row, grad, row.home)
         if slots or self._rule.has_step:
-            row.state = optimizer.state[p]
+            row.state = optimizer.state[p] if row.home is None else row.home.entry(optimizer.state, p)
         if self._rule.has_step:
-            state.ensure_step(row.state, p, group)
-        made = self._formats.ensure_moments(self._rule, row.state, p, self._rule.slots(group, p))
+            state.ensure_step(row.state, p, group, on_host=row.home is not None)
+        if row.home is None:
+            made = self._formats.ensure_moments(self._rule, row.state, p, self._rule.slots(group, p))
+            self._formats.ensure(row.state, p)
+        else:
+            made = settle(row.home, row.state, p, row.order, self._rule, self._formats, group)
         row.fresh = made and self._rule.copies_first
         row.reason += self._formats.why_not(p)
-        self._formats.ensure(row.state, p)
         operands: list[Tensor | None] = [p, grad, None, None, None, None]
         dtypes = [dispatch.FLOATS.get(t.dtype, -1) for t in (p, grad)] + [-1] * 4
         for slot in slots:
             place = self._formats.place(slot, self._rule)
             if place < OPERANDS:
-                operands[place], dtypes[place] = row.state[slot], self._formats.code(slot, row.state[slot])
+                value = row.state.extents[slot] if isinstance(row.state, OnDisk) else row.state[slot]
+                dtypes[place] = self._formats.code(slot, value.dtype)
+                operands[place] = value if isinstance(value, Tensor) else None
+        if row.home is not None:  # pieces of states come in the row's order
+            operands[2:] = [None] * 4
         tensors = [t for t in operands if t is not None]
         if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
             self._leave_to_torch(row, "its state is a tensor subclass", row.state)
@@ -335,12 +392,27 @@ class RowSet:
         row.plan = Plan(p.numel(), tuple(dtypes), order.layout, block)  # type: ignore[arg-type]
         return row
 
+    def _offload_row(self, row: Row, grad: Tensor, home: Home) -> None:
+        """A row that the host steps, whatever its device."""
+        p = row.param
+        row.measured_by = row.backend if grad is p.grad else ""  # one that was taken is on the host
+        choice = dispatch.choose_host(self._backend)
+        row.backend, row.reason = choice.backend, f"{choice.reason}, {home.words}"
+        by_index = row.factored or self._formats.by_index(p)
+        in_order = dense_in_one_order([p]) and (not by_index or p.is_contiguous())
+        row.order = p.stride() if in_order else row_major(tuple(p.shape))
+        row.dense = in_order and dense_in_one_order([p, grad]) and (not by_index or grad.is_contiguous())
+        row.grad_dtype = grad.dtype
+
     def _leave_to_torch(self, row: Row, reason: str, entry: dict[str, Any] | None) -> None:
         """torch's own step for this row, which knows of no master weights."""
         mode = self._formats.mode_of(row.param)
         row.backend, row.reason = "torch", reason if mode is None else f"{reason}; without master weights"
-        row.plan, row.master_mode = None, None
+        row.plan, row.master_mode, row.home = None, None, None
         row.slots = ()
+        if self._offload is not None:
+            bring_back(self._state, row.param)
+            entry = self._state.get(row.param)
         self._formats.drop(entry)
         expand(entry, row.param, row.param.dtype)
 
@@ -388,7 +460,8 @@ class RowSet:
             (i, t)
             for i, row in enumerate(rows)
             if row.plan is not None and row.plan.numel
-            for t in (row.param, *(row.state[k] for k in row.slots))
+            for t in (row.param, *(dict.get(row.state, k) for k in row.slots))
+            if t is not None  # in a file
         ]
         for pair in sharing(written):
             both = [rows[i] for i in pair]
@@ -450,6 +523,10 @@ class RowSet:
         self.eager = any(r.backend == "eager" for r in self.host)
         self.ring = [StatsBuffer(h + len(self.other)) for _ in range(RING)]
         self.turn = 0
+        self.offloaded = None
+        if self._offload is not None and any(r.home is not None for r in self.host):
+            place = partial(self._formats.place, rule=self._rule)
+            self.offloaded = OffloadedRows(self._offload, self.host, self.table, place, len(groups))
 
     def _tiling(self, rows: list[Row], on_device: bool = False) -> Tiling | None:
         if not self._rule.factored:
@@ -517,6 +594,7 @@ def _layout_words(plans: Sequence[Plan]) -> dict[int, list[int]]:
 
 def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:
     """Layout hashes of a row's tensors in the order of Row.key, or None when one of them is not plain."""
-    items = [p, grad, *(row.state.get(k) for k in row.slots), *((row.state.get("step"),) if row.has_step else ())]
+    # Of states that are in a file nothing is looked at.
+    items = [p, grad, *(dict.get(row.state, k) for k in row.slots), *((row.state.get("step"),) if row.has_step else ())]
     records = np.zeros(len(items), dtype=RECORD)
     return None if scan(items, records) else records["layout"].tolist()

@@ -48,6 +48,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         state_dtype: str | None = None,
         master_weights: str | None = None,
         seed: int = 0,
+        offload: str | None = None,
+        offload_gradients: bool = False,
+        offload_fraction: float = 1.0,
     ) -> None:
         arguments = locals()
         options = check_options({name: arguments[name] for name in OPTIONS})

@@ -1,0 +1,255 @@
+"""What an optimizer with ``offload=`` holds: which parameters are offloaded and where to, their gradients, the ring."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import dispatch, errors
+from .gradients import HostGradient
+from .homes import DiskHome, Home, HostHome
+from .pipeline import Part, Parts, Pipeline
+from .streams import HostStream, Lanes, Mark
+
+if TYPE_CHECKING:
+    from ..optim.base import FusedOptimizer
+
+DISK = "disk:"
+
+
+def check_offload(options: dict[str, Any]) -> None:
+    """Raises for options of offloading that are not what they have to be, or that contradict each other."""
+    where, fraction = options["offload"], options["offload_fraction"]
+    known = "'cpu', 'disk:PATH' or None"
+    on_disk = isinstance(where, str) and where.startswith(DISK) and where != DISK
+    if where not in (None, "cpu") and not on_disk:
+        raise errors.bad_option("offload", known, where, "use None to keep states beside the parameters")
+    if not isinstance(options["offload_gradients"], bool):
+        raise errors.bad_option("offload_gradients", "True or False", options["offload_gradients"], "pass a bool")
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0.0 <= fraction <= 1.0:
+        raise errors.bad_option("offload_fraction", "a number from 0 to 1", fraction, "1 offloads every state")
+    if where is None and options["offload_gradients"]:
+        raise errors.bad_option("offload_gradients", "False without offload", True, "pass offload='cpu' too")
+    if options["offload_gradients"] and options["clip_in_place"]:
+        remedy = "leave one of them out: there is no gradient left to write to"
+        raise errors.bad_option("clip_in_place", "False with offload_gradients", True, remedy)
+
+
+class Offload:
+    """Made with the optimizer, and kept over its steps, loads and new groups."""
+
+    def __init__(self, opt: FusedOptimizer) -> None:
+        options = opt.defaults
+        where: str = options["offload"]
+        self.home: Home = HostHome() if where == "cpu" else DiskHome(where.removeprefix(DISK))
+        self.takes_gradients: bool = options["offload_gradients"]
+        self._fraction = float(options["offload_fraction"])
+        self._opt = weakref.ref(opt)
+        self._known: list[Tensor] = []
+        self._homes: dict[int, Home] = {}
+        self._hooks: dict[int, tuple[Any, Any]] = {}  # (weak parameter, handle)
+        self._gradients: dict[int, HostGradient] = {}
+        self._lanes: dict[torch.device, Lanes] = {}
+        self._adder = HostStream("add")
+        self._lock = threading.Lock()  # each device has a thread of its own in the backward
+        self._worker: tuple[Parts, Mark] | None = None
+        self._background = HostStream("step")
+        self._failure: BaseException | None = None
+        self.pipeline = Pipeline()
+        self.in_background = False
+        """Steps are handed over and go on beside the backward, until :meth:`join`."""
+        self.attach(opt)
+
+    # -- which parameters ---------------------------------------------------------------------------------------------
+
+    def home_of(self, p: Tensor) -> Home | None:
+        """Where the state of a parameter lives; None: beside the parameter."""
+        if id(p) not in self._homes:
+            opt = self._opt()
+            if opt is not None:
+                self.attach(opt)
+        return self._homes.get(id(p))
+
+    def attach(self, opt: FusedOptimizer) -> None:
+        """Decides for all parameters of the groups, and puts a hook on each that is offloaded."""
+        from ..optim.formats import Formats
+
+        entries = [(g, p) for g in opt.param_groups for p in g["params"]]
+        params = [p for _, p in entries]
+        if len(params) == len(self._known) and all(a is b for a, b in zip(params, self._known, strict=True)):
+            return
+        self._known = params
+        formats = Formats(opt.defaults)
+        sizes = [formats.state_bytes(opt._rule, g, p) for g, p in entries]
+        limit, taken = self._fraction * sum(sizes), 0.0
+        self._homes = {}
+        for i in sorted(range(len(params)), key=lambda i: (-sizes[i], i)):
+            if id(params[i]) in self._homes:
+                continue
+            if taken >= limit and self._fraction < 1.0:
+                break
+            taken += sizes[i]
+            self._homes[id(params[i])] = self.home
+        here = {id(p) for p in params}
+        for gone in [key for key in self._hooks if key not in here or self._hooks[key][0]() is None]:
+            self._hooks.pop(gone)[1].remove()
+            self._gradients.pop(gone, None)
+        for p in params:
+            if id(p) in self._homes and id(p) not in self._hooks and p.is_floating_point():
+                self._hooks[id(p)] = (weakref.ref(p), _put_hook(p, self))
+
+    def lanes(self, device: torch.device) -> Lanes:
+        """The copies from and to a device."""
+        found = self._lanes.get(device)
+        if found is None:
+            found = self._lanes[device] = Lanes(device)
+        return found
+
+    def stages(self, p: Tensor) -> bool:
+        """Whether the parameter passes through the ring: all do whose memory is a device's, or plays its part."""
+        return not (self.home.on_disk and dispatch.is_cpu(p))
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def complete(self, p: Tensor) -> None:
+        """A gradient has been added to ``p.grad``: starts its copy to the host."""
+        grad = p.grad
+        if grad is None or id(p) not in self._homes or not _is_plain(grad) or not _is_plain(p):
+            return
+        opt = self._opt()
+        if opt is None:
+            return
+        with self._lock:
+            if self.takes_gradients and opt._release() is None:
+                self._take(p, grad)
+            elif self.stages(p) and not self.home.on_disk:
+                self._of(p).copy(grad, self.lanes(grad.device))
+
+    def _take(self, p: Tensor, grad: Tensor) -> None:
+        self._of(p).take(grad, self.lanes(grad.device), self._adder, keep=not self.stages(p))
+        p.grad = None
+
+    def _of(self, p: Tensor) -> HostGradient:
+        found = self._gradients.get(id(p))
+        if found is None:
+            found = self._gradients[id(p)] = HostGradient()
+        return found
+
+    def take_the_rest(self, params: list[Tensor]) -> None:
+        """With ``offload_gradients``, gradients that came without a backward are taken before the step."""
+        opt = self._opt()
+        if not self.takes_gradients or opt is None or opt._release() is not None:
+            return
+        for p in params:
+            if p.grad is not None:
+                self.complete(p)
+
+    def gradient(self, p: Tensor) -> Tensor | None:
+        """The gradient of a step: the parameter's, or the one that was taken from it."""
+        if p.grad is not None:
+            return p.grad
+        found = self._gradients.get(id(p))
+        return found.value if found is not None and found.taken else None
+
+    def copied(self, p: Tensor, grad: Tensor | None) -> HostGradient | None:
+        """The copy of this gradient on the host, if there is one that is up to date."""
+        found = self._gradients.get(id(p))
+        if found is None:
+            return None
+        return found if found.taken or found.is_of(grad) else None
+
+    def settle_gradients(self) -> None:
+        """After a step: no gradient that was copied before it will be used again."""
+        for found in self._gradients.values():
+            found.done()
+
+    def discard_gradients(self) -> None:
+        """``zero_grad``."""
+        self.join()
+        for found in self._gradients.values():
+            found.discard()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises when a step of before has failed halfway, or when the file has gone."""
+        if self._failure is not None:
+            raise errors.offload_broken(str(self._failure)) from self._failure
+        if isinstance(self.home, DiskHome):
+            self.home.file.check()
+
+    def work(self, work: Sequence[Part]) -> None:
+        """Does these parts of a step, now or beside the backward."""
+        if self.in_background:
+            with self._lock:
+                if self._worker is None:
+                    parts = Parts()
+                    self._worker = parts, self._background.run(lambda: self._run(parts))
+                for part in work:
+                    self._worker[0].put(part)
+            return
+        parts = Parts()
+        for part in work:
+            parts.put(part)
+        parts.close()
+        self._run(parts)
+        self.join()
+
+    def _run(self, parts: Parts) -> None:
+        try:
+            self.pipeline.run(parts)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def join(self) -> None:
+        """Waits for what was handed over; raises what has gone wrong there."""
+        with self._lock:
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            worker[0].close()
+            worker[1].wait()
+        try:
+            self.pipeline.hold()
+        except BaseException as error:
+            self._failure = error
+            raise
+        for lanes in self._lanes.values():
+            lanes.hold()
+
+
+def _is_plain(t: Tensor) -> bool:
+    return (
+        t.layout is torch.strided and t.dtype in dispatch.FLOATS and type(t) in (Tensor, torch.nn.Parameter)
+    ) and not t.is_neg()
+
+
+def _put_hook(p: Tensor, offload: Offload) -> Any:
+    held = weakref.ref(offload)
+
+    def hook(p: Tensor) -> None:
+        offload = held()
+        if offload is not None:
+            offload.complete(p)
+
+    return on_complete_gradient(p, hook)
+
+
+def on_complete_gradient(p: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Calls ``hook`` whenever a gradient has been added to ``p.grad``; the handle.
+
+    torch takes hooks of tensors alone that require a gradient, and a frozen one may be thawed later.
+    """
+    frozen = not p.requires_grad
+    if frozen:
+        p.requires_grad_(True)
+    register: Any = p.register_post_accumulate_grad_hook
+    handle = register(hook)
+    if frozen:
+        p.requires_grad_(False)
+    return handle

@@ -1,0 +1,90 @@
+"""Makes the state of an offloaded parameter what the options ask for, and brings states back to their parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import masters, quantised, state
+from ..layout import dense_in_one_order
+from .files import OnDisk
+from .homes import Home, on_host, row_major
+
+if TYPE_CHECKING:
+    from ..optim.formats import Formats
+    from ..optim.rules import Rule
+
+Entry = dict[str, Any]
+_BESIDE_MOMENTS = (*quantised.ALL_SLOTS, *masters.ALL_SLOTS)
+
+
+def settle(
+    home: Home, entry: Entry, p: Tensor, order: tuple[int, ...], rule: Rule, formats: Formats, group: dict[str, Any]
+) -> bool:
+    """Makes what is missing, converts what is in another format, moves what is elsewhere; True when a moment was made.
+
+    ``order``: strides of slots that have an element for each of the parameter's.
+    """
+    needed = formats.needed(rule, group, p)
+    if home.holds(entry, needed, order):
+        return False
+    known = (*rule.all_slots, *_BESIDE_MOMENTS)
+    rest = [key for key in masters.ALL_SLOTS if key in needed]
+    made = not any(key in entry for key in known)
+    if made:
+        for key, slot in needed.items():
+            if key not in rest:
+                home.zeros(entry, key, slot, order)
+        if not rest:
+            return bool(needed)
+    # The ordinary conversions, on a copy on the host.
+    beside = on_host(p, p.stride() if _dense(p) else row_major(tuple(p.shape))).clone()
+    before = beside.clone() if rest else beside
+    there = {} if made else {key: _copied(entry[key]) for key in known if key in entry}
+    if not made:
+        made = formats.ensure_moments(rule, there, beside, rule.slots(group, p))
+    formats.ensure(there, beside)
+    if rest and not torch.equal(before, beside):
+        with torch.no_grad():
+            p.copy_(beside)
+    for key, value in there.items():
+        home.put(entry, key, value, order if needed[key].like_param else row_major(tuple(value.shape)))
+    for key in [key for key in known if key in entry and key not in needed]:
+        entry.pop(key)
+    return made
+
+
+def bring_back(state_of: Any, p: Tensor) -> None:
+    """A state that was offloaded and is not any more goes to the parameter's device."""
+    entry = state_of.get(p)
+    if not entry:
+        return
+    if isinstance(entry, OnDisk):
+        entry = state_of[p] = {key: _copied(value) for key, value in entry.items()}
+    for key, value in entry.items():
+        if isinstance(value, Tensor) and value.device != p.device:
+            entry[key] = value.to(p.device)
+
+
+def taken_over(home: Home, saved: Entry, p: Tensor) -> Entry:
+    """Copies of the values of a checkpoint as an entry of this home."""
+    entry = home.new_entry()
+    for key, value in saved.items():
+        if not isinstance(value, Tensor) or key == "step":
+            entry[key] = state.own_copy(value, p, key, torch.device("cpu"))
+        elif home.on_disk and type(value) is Tensor:
+            like = value.shape == p.shape and key not in quantised.ALL_SLOTS and _dense(p)
+            home.put(entry, key, value, p.stride() if like else row_major(tuple(value.shape)))
+        else:
+            entry[key] = state.own_copy(value, p, key, torch.device("cpu"))
+    return entry
+
+
+def _dense(p: Tensor) -> bool:
+    return dense_in_one_order([p])
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

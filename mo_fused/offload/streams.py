@@ -1,0 +1,183 @@
+"""Work in the background, in order: copies from and to a device, and reads and writes of files.
+
+A stream does what it is given one after the other; a :class:`Mark` says when a piece of work is done, to the host or to
+another stream. A GPU has streams of its own. Memory of the host, which stands for a device where there is none, and
+files are served by a thread: the same orders, the same marks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+
+Copy = tuple[Tensor, Tensor]
+"""Destination and source, of one shape and dtype."""
+
+
+class Mark(Protocol):
+    """The end of something that a stream was given."""
+
+    def wait(self) -> None:
+        """Lets the host wait; raises what the work has raised."""
+
+    def hold(self) -> None:
+        """Lets what is launched on the device from now on wait."""
+
+    def failed(self) -> BaseException | None:
+        """Waits, and returns what the work has raised."""
+
+
+class Stream(Protocol):
+    """Something that does what it is given in order."""
+
+    def copy(self, copies: Sequence[Copy], after: Sequence[Mark] = ()) -> Mark:
+        """Copies after all that this stream was given before, and after ``after``."""
+
+
+def move(destination: Tensor, source: Tensor) -> None:
+    """One copy within the host's memory."""
+    if destination.dtype == source.dtype and destination.is_contiguous() and source.is_contiguous():
+        # torch would start a team of threads for each thread that copies.
+        ctypes.memmove(destination.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
+    else:
+        with torch.no_grad():
+            destination.copy_(source)
+
+
+class HostMark:
+    """The end of work of a :class:`HostStream`."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        self._future.result()
+
+    hold = wait
+
+    def failed(self) -> BaseException | None:
+        return self._future.exception()
+
+
+class HostStream:
+    """A thread that works in order. It is started by the first work, and again in a forked child."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._process = 0
+        self._threads: ThreadPoolExecutor
+
+    def run(self, work: Callable[[], None], after: Sequence[Mark] = ()) -> HostMark:
+        """Does ``work`` when its turn has come and ``after`` is over."""
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"mo_fused-{self._name}")
+            weakref.finalize(self, self._threads.shutdown, wait=False)
+
+        def in_turn() -> None:
+            for mark in after:
+                mark.wait()
+            work()
+
+        return HostMark(self._threads.submit(in_turn))
+
+    def copy(self, copies: Sequence[Copy], after: Sequence[Mark] = ()) -> HostMark:
+        def work() -> None:
+            for destination, source in copies:
+                move(destination, source)
+
+        return self.run(work, after)
+
+
+class DeviceMark:
+    """The end of work of a :class:`DeviceStream`."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self.event = event
+        self._device = device
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def hold(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self.event)
+
+    def failed(self) -> BaseException | None:
+        try:
+            self.wait()
+        except Exception as error:  # of the device
+            return error
+        return None
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+class DeviceStream:
+    """A stream of a GPU for copies in one direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def copy(self, copies: Sequence[Copy], after: Sequence[Mark] = ()) -> DeviceMark:
+        for mark in after:
+            if isinstance(mark, DeviceMark):
+                self._stream.wait_event(mark.event)
+            else:
+                mark.wait()
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
+                # Whoever frees one of them gives its memory back to the stream that it was made on.
+                for tensor in (destination, source):
+                    if not dispatch.is_cpu(tensor):
+                        tensor.record_stream(self._stream)
+        return DeviceMark(_event(self._stream), self._device)
+
+
+class Lanes:
+    """The two directions of copies between the host and one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        host = dispatch.is_host(device)
+        self.down: Stream = HostStream("down") if host else DeviceStream(device)
+        """From the device to the host."""
+        self.up: Stream = HostStream("up") if host else DeviceStream(device)
+        self._host = host
+
+    def now(self) -> Sequence[Mark]:
+        """The end of what the caller has launched on the device so far."""
+        if self._host:
+            return ()
+        return (DeviceMark(_event(torch.cuda.current_stream(self.device)), self.device),)
+
+    def hold(self) -> None:
+        """Lets what is launched on the device from now on wait for all copies to it."""
+        self.up.copy(()).hold()
+
+
+def host_memory(size: int, pinned: bool) -> Tensor:
+    """Bytes of the host, of which a GPU copies without waiting where they are pinned.
+
+    torch's own pinned memory comes in powers of two, up to twice what was asked for, so ordinary memory is registered.
+    """
+    memory = torch.empty(size, dtype=torch.uint8)
+    if pinned and size:
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
+            weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
+    return memory
