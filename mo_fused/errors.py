@@ -277,3 +277,13 @@ def offload_scaler(found: str) -> RuntimeError:
             "use mo_fused.GradScaler and max_grad_norm, or leave offload_gradients out",
         )
     )
+
+
+def offload_captured() -> RuntimeError:
+    return RuntimeError(
+        message(
+            "a step with offload outside of a CUDA graph",
+            "one that is being captured, although the host takes part in it",
+            "capture forward and backward, and call step() after the replay",
+        )
+    )

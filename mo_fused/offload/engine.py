@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from .. import dispatch, errors
 from .gradients import HostGradient
 from .homes import DiskHome, Home, HostHome
-from .pipeline import Part, Parts, Pipeline
+from .pipeline import Part, Pipeline
 from .streams import HostStream, Lanes, Mark
 
 if TYPE_CHECKING:
@@ -57,8 +58,10 @@ class Offload:
         self._lanes: dict[torch.device, Lanes] = {}
         self._adder = HostStream("add")
         self._lock = threading.Lock()  # each device has a thread of its own in the backward
-        self._worker: tuple[Parts, Mark] | None = None
         self._background = HostStream("step")
+        self._waiting = deque[Part]()
+        self._working = False
+        self._handed_over: Mark | None = None
         self._failure: BaseException | None = None
         self.pipeline = Pipeline()
         self.in_background = False
@@ -182,25 +185,37 @@ class Offload:
             raise errors.offload_broken(str(self._failure)) from self._failure
         if isinstance(self.home, DiskHome):
             self.home.file.check()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise errors.offload_captured()
 
     def work(self, work: Sequence[Part]) -> None:
         """Does these parts of a step, now or beside the backward."""
         if self.in_background:
             with self._lock:
-                if self._worker is None:
-                    parts = Parts()
-                    self._worker = parts, self._background.run(lambda: self._run(parts))
-                for part in work:
-                    self._worker[0].put(part)
-            return
-        parts = Parts()
-        for part in work:
-            parts.put(part)
-        parts.close()
-        self._run(parts)
-        self.join()
+                self._waiting.extend(work)
+                if not self._working:
+                    self._working = True
+                    self._handed_over = self._background.run(self._work_off)
+        else:
+            self._run(deque(work))
+            self.join()
 
-    def _run(self, parts: Parts) -> None:
+    def _work_off(self) -> None:
+        """Works until nothing waits: nobody may ever call ``join``."""
+        while True:
+            try:
+                self._run(self._waiting)
+            except BaseException:
+                with self._lock:
+                    self._waiting.clear()
+                    self._working = False
+                raise
+            with self._lock:
+                if not self._waiting:
+                    self._working = False
+                    return
+
+    def _run(self, parts: deque[Part]) -> None:
         try:
             self.pipeline.run(parts)
         except BaseException as error:
@@ -210,10 +225,9 @@ class Offload:
     def join(self) -> None:
         """Waits for what was handed over; raises what has gone wrong there."""
         with self._lock:
-            worker, self._worker = self._worker, None
-        if worker is not None:
-            worker[0].close()
-            worker[1].wait()
+            handed_over, self._handed_over = self._handed_over, None
+        if handed_over is not None:
+            handed_over.wait()
         try:
             self.pipeline.hold()
         except BaseException as error:

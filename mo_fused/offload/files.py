@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,10 +163,9 @@ class OnDisk(dict[str, Any]):
         super().__init__(plain)
         self.extents: dict[str, Extent] = {}
 
-    @property
-    def in_memory(self) -> list[str]:
-        """Entries that are tensors of the process's own memory, the count of steps left out."""
-        return [k for k in dict.keys(self) if k != "step" and isinstance(dict.__getitem__(self, k), Tensor)]
+    def holds(self, slots: Iterable[str]) -> bool:
+        """Whether all of these are in the file."""
+        return all(key in self.extents for key in slots)
 
     def put(self, key: str, extent: Extent) -> None:
         """Makes the entry one in the file."""
@@ -196,8 +195,8 @@ class OnDisk(dict[str, Any]):
         return key in self.extents or dict.__contains__(self, key)
 
     def __iter__(self) -> Iterator[str]:
-        yield from dict.__iter__(self)
-        yield from self.extents
+        # A loop may put tensors in the place of those in the file.
+        yield from [*dict.__iter__(self), *self.extents]
 
     def __len__(self) -> int:
         return dict.__len__(self) + len(self.extents)

@@ -89,7 +89,7 @@ class DiskHome:
 
     def holds(self, entry: dict[str, Any], slots: Mapping[str, Slot], order: tuple[int, ...]) -> bool:
         assert isinstance(entry, OnDisk)
-        return not entry.in_memory and all(_fits(entry.extents.get(k), s, order) for k, s in slots.items())
+        return all(_fits(entry.extents.get(k), s, order) for k, s in slots.items())
 
     def zeros(self, entry: dict[str, Any], key: str, slot: Slot, order: tuple[int, ...]) -> None:
         assert isinstance(entry, OnDisk)

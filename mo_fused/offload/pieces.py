@@ -36,7 +36,7 @@ class Operand:
     elements: int
 
     def bytes_of(self, elements: int) -> int:
-        return elements * self.size // max(1, self.elements)
+        return elements * self.size // self.elements
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class OffloadedRow:
     """Pieces may be parts of it."""
     measured_by: str
     """The backend that takes its norm where its gradient is."""
+
+    def span(self, operand: Operand, start: int, count: int) -> tuple[int, int]:
+        """The bytes of an operand that belong to some elements; all of it where the row is not cut."""
+        return (operand.bytes_of(start), operand.bytes_of(start + count)) if self.cut else (0, operand.size)
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,8 @@ class _Builder:
         at, offsets = self._open.size, []
         for operand in of.operands:
             offsets.append(at)
-            at += _aligned(operand.bytes_of(start + count) - operand.bytes_of(start))
+            first, last = of.span(operand, start, count)
+            at += _aligned(last - first)
         self._open.segments.append(Segment(of, start, count, tuple(offsets)))
         self._open.size = at
         return count

@@ -40,6 +40,10 @@ class Ring:
         self.slots = [Slot(pinned) for _ in range(SLOTS)]
         self._turn = -1
 
+    def rewind(self) -> None:
+        """All slots are free: the first ones are used again, and a short step needs no more than it did."""
+        self._turn = -1
+
     def next(self) -> Slot:
         """The slot that was used longest ago."""
         self._turn = (self._turn + 1) % len(self.slots)

@@ -89,8 +89,8 @@ class OffloadedRows:
             out.rows[index, : ROW.index("grad_amax") + 1] /= scale
 
     def has_moved(self) -> bool:
-        """Whether somebody has put a tensor in the place of one in a file."""
-        return any(isinstance(r.row.state, OnDisk) and r.row.state.in_memory for r in self.rows)
+        """Whether a state in a file is not there any more: somebody has put a tensor in its place."""
+        return any(isinstance(r.row.state, OnDisk) and not r.row.state.holds(r.row.slots) for r in self.rows)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -267,7 +267,7 @@ class PieceOfJob:
             assert grad is not None
             lanes = offload.lanes(p.device) if of.staged else None
             for operand, offset in zip(of.operands, s.offsets, strict=True):
-                address = base + offset - operand.bytes_of(s.start)
+                address = base + offset - of.span(operand, s.start, s.count)[0]
                 if operand.place == GRAD:
                     after = job.copied.get(of.index)
                     if after is not None and s.of.row.dense and s.of.row.backend != "eager":
@@ -307,7 +307,7 @@ class PieceOfJob:
     def _on_disk(self, s: Segment, operand: Operand, offset: int) -> tuple[Any, np.ndarray[Any, Any], int]:
         entry = s.of.row.state
         assert isinstance(entry, OnDisk)
-        first, last = operand.bytes_of(s.start), operand.bytes_of(s.start + s.count)
+        first, last = s.of.span(operand, s.start, s.count)
         extent = entry.extents[operand.key]
         return extent.file, self._memory[offset : offset + last - first].numpy(), extent.offset + first
 

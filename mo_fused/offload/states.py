@@ -28,7 +28,8 @@ def settle(
     ``order``: strides of slots that have an element for each of the parameter's.
     """
     needed = formats.needed(rule, group, p)
-    if home.holds(entry, needed, order):
+    stale = any(key in entry and key not in needed for key in masters.ALL_SLOTS)  # would be taken for the truth later
+    if not stale and home.holds(entry, needed, order):
         return False
     known = (*rule.all_slots, *_BESIDE_MOMENTS)
     rest = [key for key in masters.ALL_SLOTS if key in needed]
@@ -49,22 +50,22 @@ def settle(
     if rest and not torch.equal(before, beside):
         with torch.no_grad():
             p.copy_(beside)
-    for key, value in there.items():
-        home.put(entry, key, value, order if needed[key].like_param else row_major(tuple(value.shape)))
-    for key in [key for key in known if key in entry and key not in needed]:
-        entry.pop(key)
+    for key in dict.fromkeys((*needed, *known)):
+        if key in there and key in needed:
+            value = there[key]
+            home.put(entry, key, value, order if needed[key].like_param else row_major(tuple(value.shape)))
+        elif key not in needed and key not in there:
+            entry.pop(key, None)
     return made
 
 
-def bring_back(state_of: Any, p: Tensor) -> None:
+def bring_back(entry: Entry | None, p: Tensor) -> None:
     """A state that was offloaded and is not any more goes to the parameter's device."""
-    entry = state_of.get(p)
-    if not entry:
-        return
-    if isinstance(entry, OnDisk):
-        entry = state_of[p] = {key: _copied(value) for key, value in entry.items()}
-    for key, value in entry.items():
-        if isinstance(value, Tensor) and value.device != p.device:
+    for key, value in list(entry.items()) if entry else ():
+        if isinstance(value, Tensor) and isinstance(entry, OnDisk) and key in entry.extents:
+            entry[key] = value.to(p.device, copy=True)
+        elif isinstance(value, Tensor) and value.device != p.device:
+            assert entry is not None
             entry[key] = value.to(p.device)
 
 

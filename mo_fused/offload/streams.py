@@ -14,10 +14,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import dispatch
+
+_ALIGNMENT = 64
 
 Copy = tuple[Tensor, Tensor]
 """Destination and source, of one shape and dtype."""
@@ -175,9 +178,11 @@ def host_memory(size: int, pinned: bool) -> Tensor:
 
     torch's own pinned memory comes in powers of two, up to twice what was asked for, so ordinary memory is registered.
     """
-    memory = torch.empty(size, dtype=torch.uint8)
-    if pinned and size:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostRegister(memory.data_ptr(), size, 0)) == 0:
-            weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, memory.data_ptr())
-    return memory
+    if not pinned or not size:
+        return torch.empty(size, dtype=torch.uint8)
+    memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(memory.ctypes.data, memory.size, 0)) == 0:
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + size])

@@ -321,6 +321,8 @@ class RowSet:
             return False
         if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
             return False
+        if isinstance(old.state, OnDisk) and not old.state.holds(old.slots):
+            return False
         key = _layouts(p, grad, old)
         if key is None or (grad is not None and grad.is_neg()):
             return False
@@ -340,7 +342,7 @@ class RowSet:
             return row
         row.home = None if self._offload is None else self._offload.home_of(p)
         if row.home is None and self._offload is not None:
-            bring_back(optimizer.state, p)
+            bring_back(optimizer.state.get(p), p)
         if row.home is not None:
             self._offload_row(row, grad, row.home)
         if slots or self._rule.has_step:
@@ -351,7 +353,7 @@ class RowSet:
             made = self._formats.ensure_moments(self._rule, row.state, p, self._rule.slots(group, p))
             self._formats.ensure(row.state, p)
         else:
-            made = settle(row.home, row.state, p, row.order, self._rule, self._formats, group)
+            made = bool(slots) and settle(row.home, row.state, p, row.order, self._rule, self._formats, group)
         row.fresh = made and self._rule.copies_first
         row.reason += self._formats.why_not(p)
         operands: list[Tensor | None] = [p, grad, None, None, None, None]
@@ -411,8 +413,7 @@ class RowSet:
         row.plan, row.master_mode, row.home = None, None, None
         row.slots = ()
         if self._offload is not None:
-            bring_back(self._state, row.param)
-            entry = self._state.get(row.param)
+            bring_back(entry, row.param)
         self._formats.drop(entry)
         expand(entry, row.param, row.param.dtype)
 
