@@ -147,6 +147,36 @@ struct TestRow {
   double steps() const { return flags & mo::kStepF64 ? wide_step : double(step); }
 };
 
+// The records of one call, and what they point to.
+struct Records {
+  std::vector<mo::Row> rows;
+  std::vector<mo::Chunk> chunks;
+  std::vector<int32_t> batches;
+  std::vector<mo::RowScalars> scalars;
+  std::vector<mo::ChunkStats> stats;
+  mo::StepTable table{};
+
+  // When rows, chunks and batches are there.
+  void finish(mo::Hyper* hyper, size_t groups, std::vector<mo::RowStats>& row_stats, mo::Result& result,
+              mo::Control& control) {
+    scalars.resize(rows.size());
+    stats.resize(chunks.size());
+    table.rows = uint64_t(rows.data());
+    table.chunks = uint64_t(chunks.data());
+    table.batches = uint64_t(batches.data());
+    table.hyper = uint64_t(hyper);
+    table.n_rows = int64_t(rows.size());
+    table.n_chunks = int64_t(chunks.size());
+    table.n_batches = int64_t(batches.size()) - 1;
+    table.n_groups = int64_t(groups);
+    table.scalars = uint64_t(scalars.data());
+    table.chunk_stats = uint64_t(stats.data());
+    table.row_stats = uint64_t(row_stats.data());
+    table.result = uint64_t(&result);
+    table.control = uint64_t(&control);
+  }
+};
+
 class TestTable {
  public:
   std::vector<std::unique_ptr<TestRow>> rows;
@@ -190,14 +220,15 @@ class TestTable {
     return row;
   }
 
-  void run() {
-    std::vector<mo::Row> native(rows.size());
-    std::vector<mo::Chunk> chunks;
-    std::vector<int32_t> batches{0};
+  // The records of a step over this table; they are of use as long as the table stays where it is.
+  Records records() {
+    Records made;
+    made.rows.resize(rows.size());
+    made.batches = {0};
     int64_t elements = 0;
     for (size_t r = 0; r < rows.size(); ++r) {
       TestRow& row = *rows[r];
-      mo::Row& n = native[r];
+      mo::Row& n = made.rows[r];
       n = mo::Row{};
       n.param = row.op[mo::kParam].address();
       n.grad = (row.grad_of < 0 ? row : *rows[size_t(row.grad_of)]).op[mo::kGrad].address();
@@ -209,38 +240,30 @@ class TestTable {
       n.numel = row.numel;
       n.group = row.group;
       n.flags = row.flags;
-      n.first_chunk = int64_t(chunks.size());
+      n.first_chunk = int64_t(made.chunks.size());
       for (int64_t start = 0; start < row.numel; start += mo::kChunk) {
-        if (elements / mo::kChunk != int64_t(batches.size()) - 1) batches.push_back(int32_t(chunks.size()));
+        if (elements / mo::kChunk != int64_t(made.batches.size()) - 1) {
+          made.batches.push_back(int32_t(made.chunks.size()));
+        }
         const int64_t length = std::min(mo::kChunk, row.numel - start);
-        chunks.push_back({start, int32_t(r), int32_t(length)});
+        made.chunks.push_back({start, int32_t(r), int32_t(length)});
         elements += length;
       }
-      n.chunks = int64_t(chunks.size()) - n.first_chunk;
+      n.chunks = int64_t(made.chunks.size()) - n.first_chunk;
     }
     row_stats.assign(rows.size(), mo::RowStats{});
+    if (!made.chunks.empty()) made.batches.push_back(int32_t(made.chunks.size()));
+    made.finish(hyper.data(), hyper.size(), row_stats, result, control);
+    return made;
+  }
+
+  void run() {
+    Records made = records();
 #if defined(MO_CUDA_SHIM)
-    device_run::run(native, hyper, control, result, row_stats);
-    return;
+    device_run::run(made.rows, hyper, control, result, row_stats);
+#else
+    mo::run_step(made.table);
 #endif
-    if (!chunks.empty()) batches.push_back(int32_t(chunks.size()));
-    std::vector<mo::RowScalars> scalars(rows.size());
-    std::vector<mo::ChunkStats> stats(chunks.size());
-    mo::StepTable table{};
-    table.rows = uint64_t(native.data());
-    table.chunks = uint64_t(chunks.data());
-    table.batches = uint64_t(batches.data());
-    table.hyper = uint64_t(hyper.data());
-    table.n_rows = int64_t(native.size());
-    table.n_chunks = int64_t(chunks.size());
-    table.n_batches = int64_t(batches.size()) - 1;
-    table.n_groups = int64_t(hyper.size());
-    table.scalars = uint64_t(scalars.data());
-    table.chunk_stats = uint64_t(stats.data());
-    table.row_stats = uint64_t(row_stats.data());
-    table.result = uint64_t(&result);
-    table.control = uint64_t(&control);
-    mo::run_step(table);
   }
 
   // Everything that a step may write.

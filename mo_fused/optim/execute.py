@@ -17,7 +17,7 @@ from ..backends import cpu, eager, fallback
 from ..backends.eager import ScaledSum, larger
 from ..request import Request
 from ..stats import Buffer, StatsBuffer
-from ..table import ACTIVE, DEFERRED, FINISH, MEASURE, PREPARED, UPDATE
+from ..table import ACTIVE, DEFERRED, FINISH, MEASURE, MEASURED, PREPARED, UPDATE
 from .rows import RowSet
 from .rules import Rule
 
@@ -131,7 +131,7 @@ def _finish_and_update(
         before = flags[offloaded.indices].copy()
         flags[offloaded.indices] &= ~ACTIVE
         if (flags & ACTIVE).any() or rows.eager:
-            control["phases"] = UPDATE | PREPARED
+            control["phases"] = UPDATE | PREPARED | (MEASURED if out["measured"] else 0)
             _run_host(rows, grads, out)
         flags[offloaded.indices] = before
 
