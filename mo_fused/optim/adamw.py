@@ -18,7 +18,10 @@ STEP_OPTIONS_DOC = """
         stats: measure norms of gradients, updates and parameters every step (``opt.last_step``).
         amp: "fused" unscales inside the step, as torch's ``fused=True`` does; "torch" leaves it to the scaler.
         backend: "cpu", "cuda", "triton", "eager" or None for the best one (also the environment variable
-            MO_FUSED_BACKEND)."""
+            MO_FUSED_BACKEND).
+        offload: "cpu" keeps state on the host, "disk:PATH" in a file under PATH, and the host's kernels do the step.
+        offload_gradients: with ``offload``, the backward moves each gradient to the host and leaves ``.grad`` None.
+        offload_fraction: with ``offload``, the part of the state's bytes that goes there, largest tensors first."""
 
 OPTIONS_DOC = f"""
     Keyword-only options beyond torch's:
