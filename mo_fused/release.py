@@ -21,7 +21,8 @@ from . import errors
 from .device_part import DeviceStats
 from .offload.engine import on_complete_gradient
 from .optim.base import FusedOptimizer, param_name, run_step
-from .optim.rows import Row, RowSet
+from .optim.planning import Row
+from .optim.rows import RowSet
 from .request import Request
 from .stats import RESULT, RESULT_AT, RESULT_WIDTH, Buffer, StatsBuffer, StepStats
 from .stats import ROW as ROW_FIELDS

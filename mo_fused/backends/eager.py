@@ -17,7 +17,7 @@ from ..stats import StatsBuffer
 from ..table import DEFERRED, FINISH, MEASURE, UPDATE, Table
 
 if TYPE_CHECKING:
-    from ..optim.rows import Row
+    from ..optim.planning import Row
 
 
 class ScaledSum:

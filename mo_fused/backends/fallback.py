@@ -15,7 +15,7 @@ from ..table import Table
 from .eager import ScaledSum, larger
 
 if TYPE_CHECKING:
-    from ..optim.rows import Row
+    from ..optim.planning import Row
     from ..optim.rules import Rule
 
 

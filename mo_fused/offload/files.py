@@ -167,6 +167,10 @@ class OnDisk(dict[str, Any]):
         """Whether all of these are in the file."""
         return all(key in self.extents for key in slots)
 
+    def in_memory(self) -> dict[str, Any]:
+        """What is not in the file."""
+        return {key: dict.__getitem__(self, key) for key in dict.__iter__(self)}
+
     def put(self, key: str, extent: Extent) -> None:
         """Makes the entry one in the file."""
         self._drop(key)

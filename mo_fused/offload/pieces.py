@@ -17,7 +17,7 @@ from ..table import CHUNK_ELEMENTS, ELEMENTS_PER_THREAD, Table
 from . import ring
 
 if TYPE_CHECKING:
-    from ..optim.rows import Row
+    from ..optim.planning import Row
 
 PARAM, GRAD = 0, 1
 _BATCHES = 64

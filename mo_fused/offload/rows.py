@@ -23,7 +23,7 @@ from .ring import Slot
 from .streams import Copy, Lanes, Mark
 
 if TYPE_CHECKING:
-    from ..optim.rows import Row
+    from ..optim.planning import Row
     from .engine import Offload
 
 _NO_RULE = 2

@@ -19,7 +19,8 @@ from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
 from . import execute
 from .formats import Formats
-from .rows import Row, RowSet
+from .planning import Row
+from .rows import RowSet
 from .rules import Rule
 
 if TYPE_CHECKING:
@@ -349,7 +350,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     backend, reason = row.backend, row.reason
                 else:
                     grad = p.grad if p.grad is not None else p
-                    backend, reason = rows._choose(group, p, grad)
+                    backend, reason = rows.planner.choose(group, p, grad)
                     reason = f"{reason} (no step yet)"
                 name = param_name(self.param_groups, g, position) or str(position)
                 out.append(Explanation(name, g, tuple(p.shape), p.dtype, backend, reason))

@@ -7,7 +7,6 @@ their layouts, dtypes, state or groups changes, the rows are planned again (only
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,15 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import dispatch, errors, masters, quantised, state
+from .. import dispatch, errors, masters, quantised
 from ..device_part import DevicePart
 from ..device_table import chunk_elements
 from ..factored import HOST, Tiling, device_limits
-from ..layout import Plan, dense_in_one_order, walking_order
-from ..offload.files import OnDisk
-from ..offload.homes import Home, row_major
+from ..layout import Plan
 from ..offload.rows import OffloadedRows
-from ..offload.states import bring_back, settle
 from ..stats import RING, StatsBuffer
 from ..table import (
     ACTIVE,
@@ -44,40 +40,14 @@ from ..table import (
     same_items,
     scan,
 )
-from .formats import MASTER_SLOTS, Formats, expand, take_out
+from .formats import MASTER_SLOTS, Formats, take_out
 from .fresh import FreshSlot
 from .hyper import HyperWriter, same_values
 from .overlaps import sharing
+from .planning import Row, RowPlanner
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
-
-
-@dataclass
-class Row:
-    """One parameter of the step and what was decided about it."""
-
-    position: int  # in the order of the state_dict
-    group: int
-    param: Tensor
-    state: dict[str, Any]
-    slots: tuple[str, ...]
-    has_step: bool
-    factored: bool = False  # Adafactor's
-    master_mode: str | None = None
-    stream: int = 0  # of its random numbers
-    backend: str = ""
-    reason: str = ""
-    plan: Plan | None = None
-    fresh: bool = False  # the momentum buffer was made for this step and holds no value yet
-    fresh_flag: Tensor | None = None  # on a device: 1 while that is so, as only the device knows
-    structure: Any = None  # what the group said when the plan was made
-    key: list[int] = field(default_factory=list)  # layout hashes that the plan was made for: param, grad, slots, step
-    home: Home | None = None  # where its state is offloaded to; the following are of such rows
-    order: tuple[int, ...] = ()  # strides of slots that have an element for each of the parameter's
-    dense: bool = False  # parameter and gradient lie without gaps in this order
-    measured_by: str = ""  # the backend of the parameter's device
-    grad_dtype: torch.dtype = torch.float32
 
 
 class RowSet:
@@ -85,10 +55,10 @@ class RowSet:
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         self._rule = optimizer._rule
-        self._backend = optimizer.defaults.get("backend")
         self._clip_in_place = bool(optimizer.defaults.get("clip_in_place"))
         self._formats = Formats(optimizer.defaults)
         self._offload = optimizer._offload
+        self.planner = RowPlanner(optimizer)
         self._params: list[Tensor] = []
         self._sizes: list[int] = []
         self._structure: list[Any] = []
@@ -244,7 +214,7 @@ class RowSet:
         self._state = optimizer.state
         of_group = chain.from_iterable([g] * len(group["params"]) for g, group in enumerate(groups))
         entries = [(i, g, p, self._grad(p)) for i, (g, p) in enumerate(zip(of_group, params, strict=True))]
-        self._validate(optimizer, entries)
+        self.planner.validate(optimizer, entries)
         cache: dict[int, Row] = {}
         rows: list[Row] = []
         unseen: list[Tensor] = []
@@ -254,7 +224,7 @@ class RowSet:
             old = self._cache.get(id(p))
             if old is not None and old.param is not p:
                 old = None
-            if old is not None and self._still_good(old, optimizer, g, p, grad, structure[g]):
+            if old is not None and self.planner.still_good(old, optimizer, g, p, grad, structure[g]):
                 old.position, old.group = position, g
                 old.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
                 row = old
@@ -262,7 +232,7 @@ class RowSet:
                 unseen.append(p)
                 continue
             else:
-                row = self._row(optimizer, position, g, p, grad)
+                row = self.planner.row(optimizer, position, g, p, grad)
                 row.structure = structure[g]
                 self._keep_freshness(row)
             cache[id(p)] = row
@@ -285,137 +255,6 @@ class RowSet:
         self.native = [*self.host, *on_devices]
         self.all = [*on_devices, *self.host, *self.other]  # in the order of execute.buffers
         self._build(groups)
-
-    def _validate(self, optimizer: FusedOptimizer, entries: list[tuple[int, int, Tensor, Tensor | None]]) -> None:
-        """Refuses what no backend may touch; nothing has been changed yet."""
-        for position, g, p, grad in entries:
-            if grad is None:
-                continue
-            group = optimizer.param_groups[g]
-            name = optimizer._name(g, position)
-            self._rule.refuse(p, grad)
-            if grad.shape != p.shape:
-                raise errors.grad_mismatch("shape", name, tuple(p.shape), tuple(grad.shape))
-            if grad.device != p.device and grad is p.grad:
-                raise errors.grad_mismatch("device", name, p.device, grad.device)
-            if self._clip_in_place and type(grad) is Tensor and walking_order([grad], written=(0,)).overlapping:
-                raise errors.overlapping_tensor()
-            self._formats.refuse(p, name)
-            entry = optimizer.state.get(p) or {}
-            moments = self._rule.slots(group, p)
-            for key in (*moments, *(k for k in self._slots(group, p) if k in MASTER_SLOTS)):
-                if entry.get(key) is not None:
-                    anywhere = self._offload is not None
-                    state.check_slot(entry, p, key, name, self._rule.slot_shape(key, p), anywhere)
-            for key in moments:
-                quantised.check(entry, key, p.shape, name)
-            if type(p) in (Tensor, torch.nn.Parameter) and p.layout is torch.strided:
-                if walking_order([p], written=(0,)).overlapping:
-                    raise errors.overlapping_tensor()
-
-    def _still_good(
-        self, old: Row, optimizer: FusedOptimizer, g: int, p: Tensor, grad: Tensor | None, structure: Any
-    ) -> bool:
-        """The plan of an earlier step still fits this parameter, its state and (when there is one) its gradient."""
-        if old.plan is None or old.structure != structure or old.slots != self._slots(optimizer.param_groups[g], p):
-            return False
-        if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
-            return False
-        if isinstance(old.state, OnDisk) and not old.state.holds(old.slots):
-            return False
-        key = _layouts(p, grad, old)
-        if key is None or (grad is not None and grad.is_neg()):
-            return False
-        return key[0] == old.key[0] and key[2:] == old.key[2:] and (grad is None or key[1] == old.key[1])
-
-    def _slots(self, group: dict[str, Any], p: Tensor) -> tuple[str, ...]:
-        return self._formats.slots(self._rule.slots(group, p), p)
-
-    def _row(self, optimizer: FusedOptimizer, position: int, g: int, p: Tensor, grad: Tensor) -> Row:
-        group = optimizer.param_groups[g]
-        slots = self._slots(group, p)
-        row = Row(position, g, p, {}, slots, self._rule.has_step, self._rule.factored, self._formats.mode_of(p))
-        row.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
-        row.backend, row.reason = self._choose(group, p, grad)
-        if row.backend == "torch":
-            self._leave_to_torch(row, row.reason, optimizer.state.get(p))
-            return row
-        row.home = None if self._offload is None else self._offload.home_of(p)
-        if row.home is None and self._offload is not None:
-            bring_back(optimizer.state.get(p), p)
-        if row.home is not None:
-            self._offload_row(row, grad, row.home)
-        if slots or self._rule.has_step:
-            row.state = optimizer.state[p] if row.home is None else row.home.entry(optimizer.state, p)
-        if self._rule.has_step:
-            state.ensure_step(row.state, p, group, on_host=row.home is not None)
-        if row.home is None:
-            made = self._formats.ensure_moments(self._rule, row.state, p, self._rule.slots(group, p))
-            self._formats.ensure(row.state, p)
-        else:
-            made = bool(slots) and settle(row.home, row.state, p, row.order, self._rule, self._formats, group)
-        row.fresh = made and self._rule.copies_first
-        row.reason += self._formats.why_not(p)
-        operands: list[Tensor | None] = [p, grad, None, None, None, None]
-        dtypes = [dispatch.FLOATS.get(t.dtype, -1) for t in (p, grad)] + [-1] * 4
-        for slot in slots:
-            place = self._formats.place(slot, self._rule)
-            if place < OPERANDS:
-                value = row.state.extents[slot] if isinstance(row.state, OnDisk) else row.state[slot]
-                dtypes[place] = self._formats.code(slot, value.dtype)
-                operands[place] = value if isinstance(value, Tensor) else None
-        if row.home is not None:  # pieces of states come in the row's order
-            operands[2:] = [None] * 4
-        tensors = [t for t in operands if t is not None]
-        if any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors):
-            self._leave_to_torch(row, "its state is a tensor subclass", row.state)
-            return row
-        if any(code < 0 for t, code in zip(operands, dtypes, strict=True) if t is not None):
-            self._leave_to_torch(row, "its gradient or state has a dtype that the kernels do not compute", row.state)
-            return row
-        block = self._formats.block_of(p)
-        if self._rule.factored:  # row_var, col_var and variance are walked by index
-            operands[2:4] = [None, None]
-        elif block:  # and so are codes
-            operands[2:5] = [None, None, None]
-        order = walking_order(
-            operands,
-            [i for i in (0, 2, 3, 4, 5) if operands[i] is not None],
-            keep_order=self._rule.factored or self._formats.by_index(p),
-        )
-        if order.problem:
-            self._leave_to_torch(row, order.problem, row.state)
-            return row
-        key = _layouts(p, grad, row)
-        if key is None:
-            self._leave_to_torch(row, "its storage cannot be read as plain memory", row.state)
-            return row
-        row.key = key
-        row.plan = Plan(p.numel(), tuple(dtypes), order.layout, block)  # type: ignore[arg-type]
-        return row
-
-    def _offload_row(self, row: Row, grad: Tensor, home: Home) -> None:
-        """A row that the host steps, whatever its device."""
-        p = row.param
-        row.measured_by = row.backend if grad is p.grad else ""  # one that was taken is on the host
-        choice = dispatch.choose_host(self._backend)
-        row.backend, row.reason = choice.backend, f"{choice.reason}, {home.words}"
-        by_index = row.factored or self._formats.by_index(p)
-        in_order = dense_in_one_order([p]) and (not by_index or p.is_contiguous())
-        row.order = p.stride() if in_order else row_major(tuple(p.shape))
-        row.dense = in_order and dense_in_one_order([p, grad]) and (not by_index or grad.is_contiguous())
-        row.grad_dtype = grad.dtype
-
-    def _leave_to_torch(self, row: Row, reason: str, entry: dict[str, Any] | None) -> None:
-        """torch's own step for this row, which knows of no master weights."""
-        mode = self._formats.mode_of(row.param)
-        row.backend, row.reason = "torch", reason if mode is None else f"{reason}; without master weights"
-        row.plan, row.master_mode, row.home = None, None, None
-        row.slots = ()
-        if self._offload is not None:
-            bring_back(entry, row.param)
-        self._formats.drop(entry)
-        expand(entry, row.param, row.param.dtype)
 
     def _keep_freshness(self, row: Row) -> None:
         """A momentum buffer that a skipped first step left without a value is still fresh when it is planned again."""
@@ -440,21 +279,6 @@ class RowSet:
                 entries.pop(row.param)
         row.fresh = False
 
-    def _choose(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> tuple[str, str]:
-        if group.get("differentiable"):
-            return "torch", "differentiable=True needs a step that autograd can see"
-        for what, t in (("parameter", p), ("gradient", grad)):
-            if t.layout is not torch.strided:
-                return "torch", f"the {what} is sparse"
-            if type(t) not in (Tensor, torch.nn.Parameter):
-                return "torch", f"the {what} is a {type(t).__name__}, a tensor subclass"
-            if t.dtype not in dispatch.FLOATS:
-                return "torch", f"the {what} is {t.dtype}"
-            if t.is_neg():
-                return "torch", f"the {what} is a lazily negated view"
-        choice = dispatch.choose(p, self._backend)
-        return choice.backend, choice.reason
-
     def _resolve_overlaps(self, rows: list[Row]) -> None:
         """Rows that write memory of another row go to torch, one after the other, as torch's for-loop does them."""
         written = [
@@ -468,7 +292,7 @@ class RowSet:
             both = [rows[i] for i in pair]
             if all(row.plan is not None for row in both):
                 for row in both:
-                    self._leave_to_torch(row, "it shares memory with another parameter", row.state)
+                    self.planner.leave_to_torch(row, "it shares memory with another parameter", row.state)
 
     def _build(self, groups: list[dict[str, Any]]) -> None:
         n = len(self.native)
@@ -591,11 +415,3 @@ def _versions(params: Sequence[Tensor]) -> np.ndarray[Any, Any]:
 
 def _layout_words(plans: Sequence[Plan]) -> dict[int, list[int]]:
     return {i: plan.layout for i, plan in enumerate(plans) if plan.layout is not None}
-
-
-def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:
-    """Layout hashes of a row's tensors in the order of Row.key, or None when one of them is not plain."""
-    # Of states that are in a file nothing is looked at.
-    items = [p, grad, *(dict.get(row.state, k) for k in row.slots), *((row.state.get("step"),) if row.has_step else ())]
-    records = np.zeros(len(items), dtype=RECORD)
-    return None if scan(items, records) else records["layout"].tolist()
