@@ -121,17 +121,22 @@ class Offload:
 
     def complete(self, p: Tensor) -> None:
         """A gradient has been added to ``p.grad``: starts its copy to the host."""
-        grad = p.grad
-        if grad is None or id(p) not in self._homes or not _is_plain(grad) or not _is_plain(p):
-            return
         opt = self._opt()
-        if opt is None:
+        # Other processes have a say in what becomes of the gradient, and replays of a graph call no hook.
+        if opt is None or _is_distributed() or not self._is_ours(p):
+            return
+        assert p.grad is not None
+        if dispatch.is_capturing(p.grad.device):
             return
         with self._lock:
             if self.takes_gradients and opt._release() is None:
-                self._take(p, grad)
+                self._take(p, p.grad)
             elif self.stages(p) and not self.home.on_disk:
-                self._of(p).copy(grad, self.lanes(grad.device))
+                self._of(p).copy(p.grad, self.lanes(p.grad.device))
+
+    def _is_ours(self, p: Tensor) -> bool:
+        """Whether the parameter is offloaded and has a gradient that kernels take."""
+        return p.grad is not None and id(p) in self._homes and _is_plain(p.grad) and _is_plain(p)
 
     def _take(self, p: Tensor, grad: Tensor) -> None:
         self._of(p).take(grad, self.lanes(grad.device), self._adder, keep=not self.stages(p))
@@ -144,13 +149,14 @@ class Offload:
         return found
 
     def take_the_rest(self, params: list[Tensor]) -> None:
-        """With ``offload_gradients``, gradients that came without a backward are taken before the step."""
+        """With ``offload_gradients``, gradients that no hook has taken are taken before the step."""
         opt = self._opt()
         if not self.takes_gradients or opt is None or opt._release() is not None:
             return
         for p in params:
-            if p.grad is not None:
-                self.complete(p)
+            if self._is_ours(p):
+                assert p.grad is not None
+                self._take(p, p.grad)
 
     def gradient(self, p: Tensor) -> Tensor | None:
         """The gradient of a step: the parameter's, or the one that was taken from it."""
@@ -235,6 +241,12 @@ class Offload:
             raise
         for lanes in self._lanes.values():
             lanes.hold()
+
+
+def _is_distributed() -> bool:
+    """DistributedDataParallel averages gradients after their hooks, and not always so that their versions tell."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_plain(t: Tensor) -> bool:

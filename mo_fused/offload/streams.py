@@ -123,7 +123,8 @@ class DeviceMark:
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    # Whoever waits for it leaves the core to the kernels.
+    event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
