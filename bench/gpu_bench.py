@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu_figures
+import gpu_offload
 import measure
 import torch
 from gpu_backends import under_test, why_not
@@ -37,6 +38,8 @@ GROUPS = 465
 OWN_SCALER, TORCH_SCALER = "its scaler", "torch's scaler"
 THEIRS = {"step": FUSED, "clip": f"{FUSED}, clipping", "scaler": f"{FUSED}, scaler, clipping"}
 MAX_ROUNDS = 30
+OFFLOAD_SECONDS, OFFLOAD_BATCH = 35.0, 32
+"""For the training step with states on the host, which is the last race, and its sequences."""
 
 
 def ours(backend: str, scaler: str = "") -> str:
@@ -371,9 +374,28 @@ def circumstances(device: torch.device, copy: float, dry: bool) -> dict[str, Any
     return {**facts, "cuda": torch.version.cuda, "copy_gb_per_s": copy}
 
 
+def with_offload(device: torch.device, dry: bool, seconds: float) -> tuple[list[dict[str, Any]], bool]:
+    """A training step with states on the host; its records, and whether it failed."""
+    if not dry and seconds < 15.0:
+        print("note: no time was left for the training step with offload", flush=True)
+        return [], False
+    size = gpu_offload.TINY if dry else gpu_offload.SIZES["0.1 B"]
+    try:
+        done = gpu_offload.race(device, size, 1 if dry else OFFLOAD_BATCH, seconds - 5.0, 2 if dry else 12, dry)
+    except Exception as error:  # the races have something to say as well
+        traceback.print_exc()
+        print(f"FAILED  training step with offload: {str(error)[:500]}", flush=True)
+        return [], True
+    for note in done.notes:
+        print(f"note: {note}", flush=True)
+    return gpu_offload.gpu_records(done), False
+
+
 def run(dry: bool, seconds: float, json: Path | None) -> int:
     """All cases within ``seconds``; 1 when one failed. A case that there was no time for is named, and no failure."""
     start = time.perf_counter()
+    end = start + seconds
+    seconds -= min(OFFLOAD_SECONDS, seconds / 4)
     if not dry and not torch.cuda.is_available():
         print("FAILED  all cases: no GPU that torch can use; --dry-run runs on the CPU", flush=True)
         return 1
@@ -418,6 +440,11 @@ def run(dry: bool, seconds: float, json: Path | None) -> int:
                 print(f"FAILED  all later cases: {error}", flush=True)
                 break
             torch.cuda.empty_cache()
+    else:  # unless the device is lost
+        found, lost = with_offload(device, dry, end - time.perf_counter())
+        measure.append(str(json) if json else None, found, facts)
+        all_records += found
+        failed += lost
     if late:
         print(f"note: no time was left for {len(late)} cases: {'; '.join(late)}", flush=True)
     if not dry:

@@ -23,6 +23,7 @@ import torch
 from gpu_backends import BACKENDS, NEEDS_A_GPU, by_environment, under_test
 from gpu_behaviour import beyond_32_bits, choice, graphs, memory, no_sync, streams
 from gpu_numbers import RULES, bits, norms, repeatable, scalers
+from gpu_offload import offload
 from gpu_place import Place
 
 
@@ -43,6 +44,7 @@ CHECKS = {f"bits {rule}": Check(partial(bits, rule=rule), dry=True) for rule in 
     "repeatable": Check(repeatable, dry=True),
     "norms": Check(norms, dry=True),
     "scalers": Check(scalers, dry=True),
+    "offload": Check(offload, dry=True),
     "memory": Check(memory),
     "beyond 32 bits": Check(beyond_32_bits),
 }

@@ -287,3 +287,13 @@ def offload_captured() -> RuntimeError:
             "capture forward and backward, and call step() after the replay",
         )
     )
+
+
+def offload_forked(path: str) -> RuntimeError:
+    return RuntimeError(
+        message(
+            f"the file of states {path} to be used by the process that made it",
+            "a step in a forked child",
+            "construct an optimizer in the child, and load a state_dict of the parent's",
+        )
+    )

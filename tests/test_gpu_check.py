@@ -203,7 +203,7 @@ def test_a_dry_run_walks_every_step(tmp_path: Path) -> None:
     assert report.count("  ok\n") == 5, report
     assert re.search(r"\ntests-cuda +\d+ s  not run\ntests-triton +\d+ s  ok\n", report)
     assert "\ntests with cuda: not run: needs a GPU\n" in report
-    for name in ("bits AdamW", "bits SGD momentum", "repeatable", "norms", "scalers"):
+    for name in ("bits AdamW", "bits SGD momentum", "repeatable", "norms", "scalers", "offload"):
         assert f"\nok  triton: {name} (" in report
     for name in ("graphs", "no sync", "streams", "memory", "beyond 32 bits"):
         assert f"\nneeds a GPU  triton: {name}\n" in report

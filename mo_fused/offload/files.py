@@ -7,6 +7,7 @@ before anything has changed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import mmap
@@ -44,11 +45,15 @@ class StateFile:
         self.path = name
         self._end = 0
         self._free: dict[int, list[int]] = {}
+        self._held: dict[int, int] = {}  # room by offset of what was released while it was mapped
+        self._process = os.getpid()
         self._maps: dict[int, list[weakref.ref[mmap.mmap]]] = {}  # by offset
         self._close = weakref.finalize(self, _remove, descriptor, name, os.getpid())
 
     def check(self) -> None:
-        """Raises when the file has gone or was cut short."""
+        """Raises when the file has gone or was cut short, or is another process's."""
+        if self._process != os.getpid():
+            raise errors.offload_forked(self.path)
         try:
             there, own = os.stat(self.path), os.fstat(self._descriptor)
         except OSError as error:
@@ -63,6 +68,8 @@ class StateFile:
         room = -(-size // _PAGE) * _PAGE
         if not room:
             return 0
+        for offset in [o for o in self._held if not self._mapped(o)]:
+            self._free.setdefault(self._held.pop(offset), []).append(offset)
         if free := self._free.get(room):
             offset = free.pop()
             zeros = np.zeros(min(room, _ZEROS), dtype=np.uint8)
@@ -81,10 +88,14 @@ class StateFile:
 
     def release(self, offset: int, size: int) -> None:
         """Space that is not needed any more. It stays as it is while somebody holds a tensor that is mapped there."""
-        room = -(-size // _PAGE) * _PAGE
-        mapped = any(m() is not None for m in self._maps.pop(offset, ()))
-        if room and not mapped:
-            self._free.setdefault(room, []).append(offset)
+        if room := -(-size // _PAGE) * _PAGE:
+            self._held[offset] = room
+
+    def _mapped(self, offset: int) -> bool:
+        alive = [m for m in self._maps.pop(offset, ()) if m() is not None]
+        if alive:
+            self._maps[offset] = alive
+        return bool(alive)
 
     def read(self, into: np.ndarray[Any, Any], offset: int) -> None:
         """Fills the bytes ``into`` from ``offset`` on."""
@@ -119,9 +130,11 @@ class StateFile:
 
 
 def _remove(descriptor: int, path: str, process: int) -> None:
+    with contextlib.suppress(OSError):  # it has gone, or is somebody else's
+        there, own = os.stat(path), os.fstat(descriptor)
+        if process == os.getpid() and (there.st_dev, there.st_ino) == (own.st_dev, own.st_ino):  # a child leaves it
+            os.unlink(path)
     os.close(descriptor)
-    if process == os.getpid():  # a forked child leaves it to its parent
-        Path(path).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

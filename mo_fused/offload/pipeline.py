@@ -59,6 +59,8 @@ class Pipeline:
             for marks in (*(marks for _, _, marks in ahead), *(slot.busy for slot in ring.slots)):
                 for mark in marks:
                     mark.failed()
+            for slot in ring.slots:
+                slot.busy = ()
             raise
 
     def hold(self) -> None:
