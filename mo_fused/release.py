@@ -238,6 +238,8 @@ class GradientRelease:
         single.fired += 1
         if single.fired < self.accumulation_steps:
             return
+        if opt._offload is not None:
+            opt._offload.copy(p)
         before = torch.is_grad_enabled()
         torch.set_grad_enabled(False)
         try:

@@ -33,8 +33,11 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As torch.amp.GradScaler.unscale_; refused where ``offload_gradients`` leaves no gradients to unscale."""
         self._refuse_release(optimizer)
-        if self.is_enabled() and optimizer.defaults.get("offload_gradients"):
-            raise errors.offload_scaler("scaler.unscale_(opt)")
+        offload = optimizer._offload if isinstance(optimizer, FusedOptimizer) else None
+        if self.is_enabled() and offload is not None:
+            if offload.takes_gradients and optimizer._step_supports_amp_scaling:
+                raise errors.offload_scaler("scaler.unscale_(opt)")
+            offload.forget_copies()
         super().unscale_(optimizer)
 
     def _refuse_release(self, optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,11 @@ def skip_nonfinite(params: Iterable[Any], **kwargs: Any) -> Any:
     return mo_fused.AdamW(params, skip_nonfinite=True, **kwargs)
 
 
+def offload(params: Iterable[Any], **kwargs: Any) -> Any:
+    """An AdamW that keeps its states in the host's memory."""
+    return mo_fused.AdamW(params, offload="cpu", **kwargs)
+
+
 def was_skipped(opt: Any) -> bool:
     """Whether the last step changed nothing because of an overflow."""
     return opt.last_step is not None and bool(opt.last_step.skipped)

@@ -10,7 +10,7 @@ import pytest
 
 pytestmark = pytest.mark.cpu_only(reason="processes of their own, with the CPU's backends")
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 import torch
 import torch.distributed as dist
@@ -50,7 +50,7 @@ def work(rank, file):
 if __name__ == "__main__":
     mp.spawn(work, (sys.argv[1],), 2)
     print("equal")
-'''
+"""
 
 
 def test_gradients_are_those_that_all_processes_agreed_on(

@@ -55,6 +55,7 @@ class Offload:
         self._homes: dict[int, Home] = {}
         self._hooks: dict[int, tuple[Any, Any]] = {}  # (weak parameter, handle)
         self._gradients: dict[int, HostGradient] = {}
+        self._left: set[int] = set()  # parameters that torch steps
         self._lanes: dict[torch.device, Lanes] = {}
         self._adder = HostStream("add")
         self._lock = threading.Lock()  # each device has a thread of its own in the backward
@@ -66,6 +67,7 @@ class Offload:
         self.pipeline = Pipeline()
         self.in_background = False
         """Steps are handed over and go on beside the backward, until :meth:`join`."""
+        weakref.finalize(self, _remove_hooks, self._hooks)
         self.attach(opt)
 
     # -- which parameters ---------------------------------------------------------------------------------------------
@@ -102,6 +104,7 @@ class Offload:
         for gone in [key for key in self._hooks if key not in here or self._hooks[key][0]() is None]:
             self._hooks.pop(gone)[1].remove()
             self._gradients.pop(gone, None)
+            self._left.discard(gone)
         for p in params:
             if id(p) in self._homes and id(p) not in self._hooks and p.is_floating_point():
                 self._hooks[id(p)] = (weakref.ref(p), _put_hook(p, self))
@@ -120,23 +123,52 @@ class Offload:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def complete(self, p: Tensor) -> None:
-        """A gradient has been added to ``p.grad``: starts its copy to the host."""
+        """A gradient has been added to ``p.grad``: starts its copy to the host, if the step will find it so."""
         opt = self._opt()
-        # Other processes have a say in what becomes of the gradient, and replays of a graph call no hook.
-        if opt is None or _is_distributed() or not self._is_ours(p):
+        # Other processes have a say in what becomes of the gradient. So has a scaler that unscales before the step,
+        # which no version counter tells. With gradient release it is known here alone whether the gradient is used.
+        if opt is None or _is_distributed() or not opt._step_supports_amp_scaling or opt._release() is not None:
+            return
+        if self.takes_gradients and self._is_ours(p):
+            assert p.grad is not None
+            with self._lock:
+                self._take(p, p.grad)
+        else:
+            self.copy(p)
+
+    def copy(self, p: Tensor) -> None:
+        """Starts to copy the parameter's gradient to the host, where that makes sense."""
+        if self.home.on_disk or not self._is_ours(p) or not self.stages(p):
             return
         assert p.grad is not None
-        if dispatch.is_capturing(p.grad.device):
-            return
-        with self._lock:
-            if self.takes_gradients and opt._release() is None:
-                self._take(p, p.grad)
-            elif self.stages(p) and not self.home.on_disk:
+        if not dispatch.is_capturing(p.grad.device):  # replays of a graph call no hook
+            with self._lock:
                 self._of(p).copy(p.grad, self.lanes(p.grad.device))
 
     def _is_ours(self, p: Tensor) -> bool:
         """Whether the parameter is offloaded and has a gradient that kernels take."""
-        return p.grad is not None and id(p) in self._homes and _is_plain(p.grad) and _is_plain(p)
+        there = id(p) in self._homes and id(p) not in self._left and p.grad is not None
+        return there and p.grad is not None and _is_plain(p.grad) and _is_plain(p)
+
+    def leave(self, p: Tensor) -> None:
+        """torch steps this parameter: its gradient stays, or comes back."""
+        self._left.add(id(p))
+        found = self._gradients.get(id(p))
+        if found is not None and found.taken and p.grad is None:
+            for mark in found.marks:
+                mark.wait()
+            assert found.value is not None
+            p.grad = found.value.to(p.device)
+            found.forget()
+
+    def serve(self, p: Tensor) -> None:
+        """The opposite of :meth:`leave`."""
+        self._left.discard(id(p))
+
+    def forget_copies(self) -> None:
+        """Gradients have been edited where no version counter tells."""
+        for found in self._gradients.values():
+            found.free_source()
 
     def _take(self, p: Tensor, grad: Tensor) -> None:
         self._of(p).take(grad, self.lanes(grad.device), self._adder, keep=not self.stages(p))
@@ -241,6 +273,11 @@ class Offload:
             raise
         for lanes in self._lanes.values():
             lanes.hold()
+
+
+def _remove_hooks(hooks: dict[int, tuple[Any, Any]]) -> None:
+    for _, handle in hooks.values():
+        handle.remove()
 
 
 def _is_distributed() -> bool:

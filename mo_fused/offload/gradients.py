@@ -74,6 +74,11 @@ class HostGradient:
         """Lets go of the gradient, which lives on until its copy is done."""
         self._source = None
 
+    def forget(self) -> None:
+        """The value is somebody else's from here on."""
+        self.done()
+        self.value = None
+
     def done(self) -> None:
         """The step has used it."""
         self.taken, self._source, self.marks = False, None, []

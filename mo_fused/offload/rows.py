@@ -120,7 +120,8 @@ class OffloadedRows:
         self, grads: Sequence[Tensor | None], out: StatsBuffer, groups: Sequence[dict[str, Any]]
     ) -> None:
         """Writes clipped gradients back where they are, once where several parameters have one and the same."""
-        scaled = set()
+        offloaded = set(self.indices.tolist())
+        scaled = {g.data_ptr() for i, g in enumerate(grads) if g is not None and i not in offloaded}  # by the others
         coef, divisor = out["clip_coef"], float(self.table.control["grad_scale"][0])
         for r in self.rows:
             grad = grads[r.index]

@@ -260,7 +260,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         loss = None
         if (release := self._release()) is not None:
             release.refuse_scaler(self)
-        self._refuse_scaler_of_taken()
+        self._look_at_scaler()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -287,11 +287,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             found = self.__dict__["_offload_engine"] = Offload(self)
         return found
 
-    def _refuse_scaler_of_taken(self) -> None:
-        """A scaler looks for infinities in ``.grad``, where ``offload_gradients`` leaves nothing."""
-        if not self.defaults.get("offload_gradients") or "found_inf" not in self.__dict__:
+    def _look_at_scaler(self) -> None:
+        """A scaler that unscales by itself works on ``.grad``, which may be on the host already."""
+        offload = self._offload
+        if offload is None or "found_inf" not in self.__dict__:
             return
-        if getattr(self, "grad_scale", None) is None or "_found_inf_report" not in self.__dict__:
+        unscaled = getattr(self, "grad_scale", None) is None
+        if not offload.takes_gradients:
+            if unscaled:  # an edit that raises no version
+                offload.forget_copies()
+        elif unscaled or "_found_inf_report" not in self.__dict__:
+            for name in ("grad_scale", "found_inf", "_found_inf_report"):  # which would be there in later steps too
+                self.__dict__.pop(name, None)
             raise errors.offload_scaler("torch's scaler, or a scaler whose unscale_ was called")
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -95,6 +95,8 @@ class RowPlanner:
             return False
         if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
             return False
+        if self._offload is not None and self._offload.home_of(p) is not old.home:
+            return False
         if isinstance(old.state, OnDisk) and not old.state.holds(old.slots):
             return False
         key = _layouts(p, grad, old)
@@ -172,6 +174,8 @@ class RowPlanner:
     def _offload_row(self, row: Row, grad: Tensor, home: Home) -> None:
         """A row that the host steps, whatever its device."""
         p = row.param
+        assert self._offload is not None
+        self._offload.serve(p)
         row.measured_by = row.backend if grad is p.grad else ""  # one that was taken is on the host
         choice = dispatch.choose_host(self._backend)
         row.backend, row.reason = choice.backend, f"{choice.reason}, {home.words}"
@@ -189,6 +193,7 @@ class RowPlanner:
         row.slots = ()
         if self._offload is not None:
             bring_back(entry, row.param)
+            self._offload.leave(row.param)
         self._formats.drop(entry)
         expand(entry, row.param, row.param.dtype)
 

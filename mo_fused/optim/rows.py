@@ -197,8 +197,14 @@ class RowSet:
     def _mark_shared_gradients(self) -> None:
         """Parameters may be given one and the same gradient tensor; it is scaled once."""
         flags = self.rows["flags"]
-        _, first, at, count = np.unique(self.rows["grad"], return_index=True, return_inverse=True, return_counts=True)
-        shared = (count[at] > 1) & (flags & ACTIVE != 0)
+        offloaded = np.array([r.home is not None for r in self.native], dtype=bool)
+        order = np.argsort(offloaded, kind="stable")  # of rows that share, one that is not offloaded does it
+        grads = self.rows["grad"][order]
+        _, first, at, count = np.unique(grads, return_index=True, return_inverse=True, return_counts=True)
+        shared = np.zeros(len(order), dtype=bool)
+        shared[order] = count[at] > 1
+        shared &= flags & ACTIVE != 0
+        first = order[first]
         flags |= np.where(shared, GRAD_SHARED, 0).astype(flags.dtype)
         flags[first] |= np.where(shared[first], SCALES_SHARED, 0).astype(flags.dtype)
 
