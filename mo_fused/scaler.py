@@ -33,8 +33,7 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As torch.amp.GradScaler.unscale_; refused where ``offload_gradients`` leaves no gradients to unscale."""
         self._refuse_release(optimizer)
-        offload = optimizer._offload if isinstance(optimizer, FusedOptimizer) else None
-        if self.is_enabled() and offload is not None:
+        if self.is_enabled() and isinstance(optimizer, FusedOptimizer) and (offload := optimizer._offload) is not None:
             if offload.takes_gradients and optimizer._step_supports_amp_scaling:
                 raise errors.offload_scaler("scaler.unscale_(opt)")
             offload.forget_copies()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,15 @@ from torch import Tensor
 from .. import dispatch, errors
 from .gradients import HostGradient
 from .homes import DiskHome, Home, HostHome
-from .pipeline import Part, Pipeline
+from .pipeline import Part, Parts, Pipeline
 from .streams import HostStream, Lanes, Mark
 
 if TYPE_CHECKING:
     from ..optim.base import FusedOptimizer
 
 DISK = "disk:"
+MOST_WAITING = 8
+"""Parts that a backward may be ahead of a file."""
 
 
 def check_offload(options: dict[str, Any]) -> None:
@@ -60,11 +61,13 @@ class Offload:
         self._adder = HostStream("add")
         self._lock = threading.Lock()  # each device has a thread of its own in the backward
         self._background = HostStream("step")
-        self._waiting = deque[Part]()
+        self._waiting = Parts()
         self._working = False
         self._handed_over: Mark | None = None
         self._failure: BaseException | None = None
         self.pipeline = Pipeline()
+        self.largest_piece = 0
+        """Bytes that every slot of the ring has."""
         self.in_background = False
         """Steps are handed over and go on beside the backward, until :meth:`join`."""
         weakref.finalize(self, _remove_hooks, self._hooks)
@@ -230,12 +233,14 @@ class Offload:
         """Does these parts of a step, now or beside the backward."""
         if self.in_background:
             with self._lock:
-                self._waiting.extend(work)
+                self._waiting.add(work)
                 if not self._working:
-                    self._working = True
                     self._handed_over = self._background.run(self._work_off)
+                    self._working = True
+            if self.home.on_disk:  # gradients that no copy was made of wait too, and memory is scarce
+                self._waiting.wait(MOST_WAITING)
         else:
-            self._run(deque(work))
+            self._run(Parts(work))
             self.join()
 
     def _work_off(self) -> None:
@@ -253,7 +258,7 @@ class Offload:
                     self._working = False
                     return
 
-    def _run(self, parts: deque[Part]) -> None:
+    def _run(self, parts: Parts) -> None:
         try:
             self.pipeline.run(parts)
         except BaseException as error:

@@ -63,6 +63,10 @@ class HostHome:
         strides = order if slot.like_param else row_major(slot.shape)
         entry[key] = torch.empty_strided(slot.shape, strides, dtype=slot.dtype).zero_()
 
+    def fill(self, entry: dict[str, Any], key: str, p: Tensor) -> None:
+        """Writes the parameter's values to a slot that is there."""
+        entry[key].copy_(p.detach())
+
     def put(self, entry: dict[str, Any], key: str, value: Tensor, strides: tuple[int, ...]) -> None:
         """Makes ``value`` the slot, copied where it has another place or order."""
         entry[key] = on_host(value, strides)
@@ -95,6 +99,17 @@ class DiskHome:
         assert isinstance(entry, OnDisk)
         entry.put(key, self._extent(slot.dtype, slot.shape, order if slot.like_param else row_major(slot.shape)))
 
+    def fill(self, entry: dict[str, Any], key: str, p: Tensor) -> None:
+        assert isinstance(entry, OnDisk)
+        extent = entry.extents[key]
+        if not _same_order(extent.shape, p.stride(), extent.strides):
+            return extent.store(on_host(p.detach().to(extent.dtype), extent.strides))
+        part = torch.empty(min(_AT_ONCE, p.numel()), dtype=extent.dtype)
+        for first in range(0, p.numel(), _AT_ONCE):
+            count = min(_AT_ONCE, p.numel() - first)
+            part[:count] = p.detach().as_strided((count,), (1,), p.storage_offset() + first)
+            extent.file.write(part[:count].view(torch.uint8).numpy(), extent.offset + first * extent.dtype.itemsize)
+
     def put(self, entry: dict[str, Any], key: str, value: Tensor, strides: tuple[int, ...]) -> None:
         assert isinstance(entry, OnDisk)
         extent = self._extent(value.dtype, tuple(value.shape), strides)
@@ -107,6 +122,8 @@ class DiskHome:
 
 
 Home = HostHome | DiskHome
+_AT_ONCE = 1 << 16
+"""Elements."""
 
 
 def on_host(value: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -6,8 +6,9 @@ sent: the fetch waits for that, not the host.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,6 +30,36 @@ class Part(Protocol):
         """Starts to bring the results back."""
 
 
+class Parts:
+    """Parts that wait for their turn. One thread adds, another one takes."""
+
+    def __init__(self, parts: Iterable[Part] = ()) -> None:
+        self._parts = deque(parts)
+        self._changed = threading.Condition()
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, parts: Iterable[Part]) -> None:
+        with self._changed:
+            self._parts.extend(parts)
+
+    def take(self) -> Part:
+        with self._changed:
+            self._changed.notify_all()
+            return self._parts.popleft()
+
+    def clear(self) -> None:
+        with self._changed:
+            self._parts.clear()
+            self._changed.notify_all()
+
+    def wait(self, most: int) -> None:
+        """Waits until at most so many are left."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._parts) <= most)
+
+
 class Pipeline:
     """The ring and who works on it. One step runs at a time."""
 
@@ -38,7 +69,7 @@ class Pipeline:
         self.writer = HostStream("write")
         self._ring: Ring | None = None
 
-    def run(self, parts: deque[Part]) -> None:
+    def run(self, parts: Parts) -> None:
         """Works until there are no more parts. Somebody else may add some meanwhile."""
         if self._ring is None:
             self._ring = Ring(pinned=torch.cuda.is_available())
@@ -46,7 +77,7 @@ class Pipeline:
         try:
             while parts or ahead:
                 while parts and len(ahead) < len(ring.slots):
-                    part, slot = parts.popleft(), ring.next()
+                    part, slot = parts.take(), ring.next()
                     ahead.append((part, slot, part.fetch(slot)))
                 part, slot, marks = ahead[0]
                 for mark in marks:

@@ -29,6 +29,7 @@ class Slot:
         if self._memory.numel() < size:
             for mark in self.busy:
                 mark.wait()
+            self._memory = host_memory(0, False)  # before the new one is there
             self._memory = host_memory(size, self._pinned)
         return self._memory
 

@@ -41,6 +41,7 @@ class OffloadedRows:
         self.indices = np.array([r.index for r in self.rows], dtype=np.int64)
         self.eager = any(r.row.backend == "eager" for r in self.rows)
         self.pieces = pieces.cut(self.rows, table)
+        offload.largest_piece = max([offload.largest_piece, *(piece.size for piece in self.pieces)])
         self.on_devices: list[DevicePart] = []
         """Where gradients lie that are measured there."""
         self._of_device: list[tuple[DevicePart, np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
@@ -257,7 +258,7 @@ class PieceOfJob:
 
     def fetch(self, slot: Slot) -> Sequence[Mark]:
         job, offload = self._job, self._job.offload
-        self._memory = memory = slot.take(self._piece.size)
+        self._memory = memory = slot.take(offload.largest_piece)
         base = memory.data_ptr()
         down: dict[Lanes, list[Copy]] = {}
         reads: list[tuple[Any, np.ndarray[Any, Any], int]] = []

@@ -32,24 +32,17 @@ def settle(
     if not stale and home.holds(entry, needed, order):
         return False
     known = (*rule.all_slots, *_BESIDE_MOMENTS)
-    rest = [key for key in masters.ALL_SLOTS if key in needed]
-    made = not any(key in entry for key in known)
-    if made:
+    if not any(key in entry for key in known):
         for key, slot in needed.items():
-            if key not in rest:
-                home.zeros(entry, key, slot, order)
-        if not rest:
-            return bool(needed)
+            home.zeros(entry, key, slot, order)
+        if "master" in needed:  # of the other rests there is nothing yet
+            home.fill(entry, "master", p)
+        return any(key not in masters.ALL_SLOTS for key in needed)
     # The ordinary conversions, on a copy on the host.
-    beside = on_host(p, p.stride() if _dense(p) else row_major(tuple(p.shape))).clone()
-    before = beside.clone() if rest else beside
-    there = {} if made else {key: _copied(entry[key]) for key in known if key in entry}
-    if not made:
-        made = formats.ensure_moments(rule, there, beside, rule.slots(group, p))
+    beside = on_host(p, p.stride() if _dense(p) else row_major(tuple(p.shape)))
+    there = {key: _copied(entry[key]) for key in known if key in entry}
+    made = formats.ensure_moments(rule, there, beside, rule.slots(group, p))
     formats.ensure(there, beside)
-    if rest and not torch.equal(before, beside):
-        with torch.no_grad():
-            p.copy_(beside)
     for key in dict.fromkeys((*needed, *known)):
         if key in there and key in needed:
             value = there[key]
