@@ -201,3 +201,11 @@ def test_the_script_runs_as_one(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "[disk] a step's file of" in done.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_training_on_disk_says_what_it_saw(run_python: Callable[..., Any], tmp_path: Path) -> None:
+    words = ("--layers", "1", "--steps", "2", "--no-limit", "--dir", str(tmp_path))
+    done = run_python(str(BENCH / "train_on_disk.py"), *words)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("0.20 GB of states, limit none:") and "both at once" in done.stdout
+    assert os.listdir(tmp_path) == []
