@@ -11,10 +11,10 @@ from __future__ import annotations
 
 # Cut so that both take about as long in the interpreter.
 SHARDS: tuple[tuple[str, ...], ...] = (
-    ("test_numerics", "test_bits", "test_torch_suite", "test_grad_utilities", "test_adafactor_peers"),
+    ("test_numerics", "test_bits", "test_torch_suite", "test_grad_utilities", "test_adafactor_peers")
+    + ("test_offload", "test_offload_gradients", "test_offload_state", "test_offload_hazards"),
     ("test_clip", "test_layouts", "test_triton", "test_device_step", "test_device_memory", "test_both_sides")
     + ("test_state", "test_changes", "test_amp", "test_step_protocol", "test_corner_cases", "test_release")
     + ("test_adafactor_numerics", "test_adafactor_rms", "test_adafactor_state", "test_adafactor_step")
-    + ("test_adafactor_errors", "test_adafactor_extremes", "test_master_weights", "test_quantised")
-    + ("test_offload", "test_offload_gradients", "test_offload_state", "test_offload_hazards"),
+    + ("test_adafactor_errors", "test_adafactor_extremes", "test_master_weights", "test_quantised"),
 )

@@ -17,7 +17,7 @@ from test_triton_suite import outcomes
 
 TESTS = Path(__file__).resolve().parent
 # Fewer tests than this in a shard mean that something was deselected, or never collected, that should have run.
-AT_LEAST = (1230, 1480)
+AT_LEAST = (1750, 1480)
 
 
 @pytest.mark.cpu_only(reason="starts the processes that run with the other backend")

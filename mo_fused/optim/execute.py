@@ -69,7 +69,9 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
         if on_host is not None:
             elsewhere.append(torch.tensor(on_host, dtype=torch.float64))
         part.finish(elsewhere)
-    for part in parts:
+    # A gradient that they share with an offloaded parameter must not be scaled before that has read it.
+    late = ask.clip_in_place and offloaded is not None
+    for part in () if late else parts:
         part.update()
     if not (rows.host or rows.other):
         return False
@@ -84,6 +86,8 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
         if offloaded is not None:
             offloaded.note_measured(out, scale)
     _finish_and_update(rows, grads, ask, groups, out, 0)
+    for part in parts if late else ():
+        part.update()
     skipped = _after_host(rows, ask, rule, state, groups, out)
     rows.settle(skipped, grads)
     return skipped
