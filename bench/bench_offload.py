@@ -143,7 +143,7 @@ def against_the_disk(folder: str, settings: Settings) -> tuple[str, list[Record]
         return both
 
     # A piece holds two moments, each of which is read and written by itself, at most so much at once.
-    chunk = min(ring.SLOT_BYTES // 2, files._AT_ONCE)
+    chunk = min(ring.SLOT_BYTES // 2, files.IO_BYTES)
     with tempfile.TemporaryFile(dir=folder) as plain:
         disk = Disk(plain.fileno(), size, chunk)
         disk.write()

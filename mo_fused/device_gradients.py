@@ -15,9 +15,8 @@ from . import dispatch
 from .device_part import DevicePart, DeviceStats
 from .layout import walking_order
 from .request import Request
-from .table import ACTIVE, GRAD, OPERANDS, RECORD, ROW, scan
+from .table import ACTIVE, GRAD, NO_RULE, OPERANDS, RECORD, ROW, scan
 
-_NO_RULE = 2
 _KEPT = 8
 
 
@@ -62,7 +61,7 @@ class DeviceGradients:
 
 def _request(max_norm: float | None) -> Request:
     return Request(
-        rule=_NO_RULE,
+        rule=NO_RULE,
         max_grad_norm=max_norm,
         skip_nonfinite=False,
         stats=False,

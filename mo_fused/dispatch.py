@@ -162,6 +162,16 @@ def is_capturing(device: torch.device) -> bool:
     return device.type != "cpu" and torch.cuda.is_current_stream_capturing()
 
 
+def is_capturing_anything() -> bool:
+    """Whether a CUDA graph is being captured on the current device."""
+    return has_gpu() and torch.cuda.is_current_stream_capturing()
+
+
+def has_gpu() -> bool:
+    """Whether torch drives a GPU here."""
+    return torch.cuda.is_available()
+
+
 def is_nvidia() -> bool:
     """Whether this build of torch drives NVIDIA's GPUs."""
     return torch.version.cuda is not None
@@ -190,7 +200,7 @@ def device_code(device: torch.device) -> int:
 
 def is_cpu(tensor: Tensor) -> bool:
     """Whether the tensor is in the host's memory."""
-    return tensor.device.type == "cpu"
+    return is_host(tensor.device)
 
 
 def is_host(device: torch.device) -> bool:

@@ -229,11 +229,21 @@ def offload_folder(folder: str, found: str) -> OSError:
     )
 
 
-def offload_full(folder: str, needed: int, free: int) -> OSError:
+def offload_pinned(size: int, status: int) -> RuntimeError:
+    return RuntimeError(
+        message(
+            f"{size:,} bytes of the host's memory to be pinned for copies",
+            f"CUDA error {status}",
+            "free memory of the host, or offload less (offload_fraction)",
+        )
+    )
+
+
+def offload_full(folder: str, needed: int, free: int, found: str) -> OSError:
     return OSError(
         message(
             f"{needed:,} bytes for a state under {folder}",
-            f"{free:,} bytes free",
+            f"{found}; {free:,} bytes are free",
             "make room or name another folder; parameters and states are as before the step",
         )
     )

@@ -150,6 +150,12 @@ def _apply(p: Tensor, update: Tensor) -> Tensor:
     return torch.where(update == 0, p, p - update)
 
 
+def scale_gradient(grad: Tensor, factor: float) -> None:
+    """Multiplies a gradient by a factor in place, as the kernels do: widened, and rounded once."""
+    compute = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    grad.detach().copy_(narrow(widen(grad.detach(), compute) * factor, grad.dtype))
+
+
 def adamw_update(
     p: Tensor, g: Tensor, m: Tensor, v: Tensor, w: Tensor | None, s: AdamScalars
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:

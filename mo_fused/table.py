@@ -19,7 +19,7 @@ from .factored import FACTORED, TILE, Tiling
 from .layout import walking_order
 
 OPERANDS = 6  # param, grad, state0..2, the rest of the weights
-GRAD, STATE0, MASTER = 1, 2, 5  # places among the operands
+PARAM, GRAD, STATE0, MASTER = 0, 1, 2, 5  # places among the operands
 SCALE0 = OPERANDS  # places of scales of quantised states, behind the operands
 
 # Mirrors of the structs in csrc/abi.h and csrc/scan.h; check_abi compares the sizes with the library's.
@@ -132,6 +132,7 @@ ROW_SCALARS_SIZE = 96
 CHUNK_STATS_SIZE = 64
 
 ACTIVE, FRESH, STEP_F64, GRAD_SHARED, SCALES_SHARED, PARAM_UNKNOWN = 1, 2, 4, 8, 16, 32
+NO_RULE = 2  # of a table of gradients alone
 MEASURE, FINISH, UPDATE, SCALE, DEFERRED, PREPARED, MEASURED, SUMS = 1, 2, 4, 8, 16, 32, 64, 128
 
 
@@ -237,7 +238,7 @@ def column_of(rows: np.ndarray[Any, Any], place: int) -> tuple[np.ndarray[Any, A
     """Where rows keep the address of an operand or a scale: a field, and which of its elements."""
     if place >= SCALE0:
         return rows["scale"], place - SCALE0
-    name = {0: "param", GRAD: "grad", MASTER: "master"}.get(place)
+    name = {PARAM: "param", GRAD: "grad", MASTER: "master"}.get(place)
     return (rows["state"], place - STATE0) if name is None else (rows[name], None)
 
 

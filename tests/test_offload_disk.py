@@ -417,3 +417,10 @@ def test_the_file_has_the_size_of_the_states(tmp_path: Path) -> None:
     needed = 4 * 2 * (512 * 256 + 512 * 4)
     size = file_of(opt).stat().st_size
     assert needed <= size <= needed + 4 * 4 * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    opt = mo_fused.AdamW([torch.nn.Parameter(torch.ones(3))], offload="disk:~/inside/states")
+    assert [p.suffix for p in (tmp_path / "inside" / "states").iterdir()] == [".states"]
+    del opt

@@ -110,6 +110,8 @@ for _ in range(2):
     except OSError as error:
         said.append(str(error))
     assert same(params, first), "a parameter was changed"
+    assert all(set(entry) == {"step", "exp_avg", "exp_avg_sq"} for entry in opt.state.values()), "half a state"
+    assert all(float(entry["step"]) == 0 for entry in opt.state.values())
 # Training goes on with these parameters: with a new optimizer, or with this one when there is room again.
 new = mo_fused.AdamW(params, lr=1e-2, max_grad_norm=1.0)
 new.step()
@@ -132,7 +134,8 @@ def test_a_full_disk_is_noticed_before_anything_has_changed(tmp_path: Path, run_
     assert len(said) == 2
     for text in said:
         assert text.startswith("expected 163,840 bytes for a state under "), text  # of 4 KiB pages, 160,000 bytes
-        assert "bytes free; make room or name another folder; parameters and states are as before the step" in text
+        assert "found File too large; " in text
+        assert "bytes are free; make room or name another folder; parameters and states are as before" in text
     assert list((tmp_path / "states").iterdir()) == []
 
 
@@ -156,7 +159,7 @@ def test_a_full_disk_while_a_checkpoint_is_loaded(tmp_path: Path, monkeypatch: p
                 raise OSError(errno.ENOSPC, "No space left on device")
 
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(OSError, match="bytes for a state under .* bytes free; make room"):
+        with pytest.raises(OSError, match="bytes for a state under .* bytes are free; make room"):
             opt.load_state_dict(checkpoint)
     assert_same_bits(values(params), before)
     assert_same_bits([dict(opt.state[p].items()) for p in params], states, "states")

@@ -304,3 +304,17 @@ def test_a_scale_set_by_hand_with_taken_gradients() -> None:
             o.step()
             o.zero_grad()
     assert_same(model, opt, plain, other)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_gradient_set_after_the_backward_takes_the_place_of_its(taken: bool) -> None:
+    plain, other, model, opt = nets(SGD, offload_gradients=taken)
+    for m, o in ((plain, other), (model, opt)):
+        for t in range(3):
+            backward(m, t)
+            for i, p in enumerate(m.parameters()):
+                if i != t:
+                    p.grad = torch.full_like(p, 0.01 * (i + 1))
+            o.step()
+            o.zero_grad()
+    assert_same(model, opt, plain, other)

@@ -23,7 +23,7 @@ from oracle import assert_same_bits
 from torch import Tensor, nn
 
 import mo_fused
-from mo_fused.offload import files, pipeline, ring, rows, streams
+from mo_fused.offload import files, pipeline, ring, step, streams
 
 WHERE = some(["cpu", "taken", "disk", "disk taken"], ["cpu", "taken"])
 MANY = some([(24_000,), (150, 90), (40, 3, 3, 10), (7,), (18_000,), (), (20_000,)], [(2100,), (30, 20), (7,), ()])
@@ -199,13 +199,13 @@ def test_parts_are_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     two = ready_pair(monkeypatch)
     found: list[tuple[str, int]] = []
     for name in ("fetch", "update", "send"):
-        before = getattr(rows.PieceOfJob, name)
+        before = getattr(step.PieceOfJob, name)
 
         def noted(self: Any, slot: Any, before: Any = before, name: str = name) -> Any:
             found.append((name, self.segments[0].of.index))
             return before(self, slot)
 
-        monkeypatch.setattr(rows.PieceOfJob, name, noted)
+        monkeypatch.setattr(step.PieceOfJob, name, noted)
     two.drive(gradients(EVEN, 1, seed=7))
     names = [name for name, _ in found]
     assert names[: ring.SLOTS + 1] == ["fetch"] * ring.SLOTS + ["update"]
@@ -352,7 +352,7 @@ def test_a_second_backward_is_an_error(where: str, tmp_path: Path, monkeypatch: 
     release(model, opt)
     backward(plain, 0)
     other.step()
-    update = rows.PieceOfJob.update
+    update = step.PieceOfJob.update
 
     over = threading.Event()
 
@@ -360,7 +360,7 @@ def test_a_second_backward_is_an_error(where: str, tmp_path: Path, monkeypatch: 
         over.wait(1.0)
         update(self, slot)
 
-    monkeypatch.setattr(rows.PieceOfJob, "update", late)
+    monkeypatch.setattr(step.PieceOfJob, "update", late)
     backward(model, 0)
     with pytest.raises(RuntimeError, match=r"expected 1 gradient\(s\) of "):
         backward(model, 1)

@@ -302,10 +302,12 @@ def test_fraction(fraction: float, expected: list[int]) -> None:
     values += [noise((2000,), 4), noise((0,), 5)]
     params = parameters(values)
     opt = mo_fused.AdamW(params, lr=0.1, offload="cpu", offload_fraction=fraction)
-    assert all("no step yet" in e.reason for e in opt.explain())
+    before = opt.explain()
+    assert all("no step yet" in e.reason for e in before)
     drive(opt, params, [values])
     found = [i for i, e in enumerate(opt.explain()) if "state in the host's memory" in e.reason]
     assert found == sorted(expected)
+    assert [i for i, e in enumerate(before) if "state in the host's memory" in e.reason] == found
     for i, p in enumerate(params):
         where = torch.device("cpu") if i in found else p.device
         assert all(value.device == where for value in opt.state[p].values())

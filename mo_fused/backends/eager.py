@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .. import masters, quantised, reference
@@ -77,8 +76,7 @@ def run(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: 
         sums = [a + b for a, b in zip(sums, found, strict=True)]
     for grad, scale in scales.values():
         if control["clip_in_place"] and scale != 1.0:
-            compute = torch.float64 if grad.dtype == torch.float64 else torch.float32
-            grad.copy_(reference.narrow(reference.widen(grad, compute) * scale, grad.dtype))
+            reference.scale_gradient(grad, scale)
     if control["update_stats"]:
         out["update_norm"], out["stored_update_norm"], out["param_norm"] = (math.sqrt(s) for s in sums)
         out["updated"] = 1.0

@@ -14,6 +14,7 @@ from .. import dispatch, errors
 from .gradients import HostGradient
 from .homes import DiskHome, Home, HostHome
 from .pipeline import Part, Parts, Pipeline
+from .ring import Ring
 from .streams import HostStream, Lanes, Mark
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Offload:
         self._left: set[int] = set()  # parameters that torch steps
         self._lanes: dict[torch.device, Lanes] = {}
         self._adder = HostStream("add")
+        self._staging = Ring(pinned=dispatch.has_gpu())  # of further micro-batches on their way to be added
         self._lock = threading.Lock()  # each device has a thread of its own in the backward
         self._background = HostStream("step")
         self._waiting = Parts()
@@ -150,8 +152,9 @@ class Offload:
 
     def _is_ours(self, p: Tensor) -> bool:
         """Whether the parameter is offloaded and has a gradient that kernels take."""
-        there = id(p) in self._homes and id(p) not in self._left and p.grad is not None
-        return there and p.grad is not None and _is_plain(p.grad) and _is_plain(p)
+        if p.grad is None or id(p) not in self._homes or id(p) in self._left:
+            return False
+        return _is_plain(p.grad) and _is_plain(p)
 
     def leave(self, p: Tensor) -> None:
         """torch steps this parameter: its gradient stays, or comes back."""
@@ -174,7 +177,7 @@ class Offload:
             found.free_source()
 
     def _take(self, p: Tensor, grad: Tensor) -> None:
-        self._of(p).take(grad, self.lanes(grad.device), self._adder, keep=not self.stages(p))
+        self._of(p).take(grad, self.lanes(grad.device), self._adder, self._staging, keep=not self.stages(p))
         p.grad = None
 
     def _of(self, p: Tensor) -> HostGradient:
@@ -191,6 +194,7 @@ class Offload:
         for p in params:
             if self._is_ours(p):
                 assert p.grad is not None
+                self._of(p).discard()  # somebody has set another one in its place
                 self._take(p, p.grad)
 
     def gradient(self, p: Tensor) -> Tensor | None:
@@ -213,7 +217,7 @@ class Offload:
             found.done()
 
     def discard_gradients(self) -> None:
-        """``zero_grad``."""
+        """What ``zero_grad`` means for gradients that are on the host."""
         self.join()
         for found in self._gradients.values():
             found.discard()
@@ -226,7 +230,7 @@ class Offload:
             raise errors.offload_broken(str(self._failure)) from self._failure
         if isinstance(self.home, DiskHome):
             self.home.file.check()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if dispatch.is_capturing_anything():
             raise errors.offload_captured()
 
     def work(self, work: Sequence[Part]) -> None:

@@ -28,14 +28,19 @@ from .. import errors
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _ZEROS = 1 << 20
-_AT_ONCE = 1 << 24
+"""Bytes that are written at once to space that is used again."""
+IO_BYTES = 1 << 24
+"""Of one read or write: what the pool of the kernel's pages likes, and small enough to be interrupted between two."""
 
 
 class StateFile:
-    """A file in ``folder`` whose extents hold states; it is removed when this object or the process ends."""
+    """A file in ``folder`` whose extents hold states; it is removed with this object, or when the process exits.
+
+    A process that is killed leaves it behind. Errors are OSErrors of ``mo_fused.errors``.
+    """
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder
+        self.folder = folder = os.path.expanduser(folder)
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(prefix="mo_fused-", suffix=".states", dir=folder)
@@ -64,7 +69,7 @@ class StateFile:
             raise errors.offload_lost(self.path, f"{own.st_size} of its {self._end} bytes")
 
     def allocate(self, size: int) -> int:
-        """Space of zeros; where it begins."""
+        """Space of so many bytes, all zero; where it begins. OSError where there is none."""
         room = -(-size // _PAGE) * _PAGE
         if not room:
             return 0
@@ -81,7 +86,8 @@ class StateFile:
         except OSError as error:
             os.ftruncate(self._descriptor, self._end)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise errors.offload_full(self.folder, room, shutil.disk_usage(self.folder).free) from error
+                left = shutil.disk_usage(self.folder).free
+                raise errors.offload_full(self.folder, room, left, str(error.strerror)) from error
             raise errors.offload_failed(self.path, "write", str(error)) from error
         self._end += room
         return self._end - room
@@ -98,11 +104,11 @@ class StateFile:
         return bool(alive)
 
     def read(self, into: np.ndarray[Any, Any], offset: int) -> None:
-        """Fills the bytes ``into`` from ``offset`` on."""
+        """Fills the bytes ``into`` from ``offset`` on. OSError when they cannot be read."""
         done = 0
         while done < into.size:
             try:
-                count = os.preadv(self._descriptor, [into[done : done + _AT_ONCE].data], offset + done)
+                count = os.preadv(self._descriptor, [into[done : done + IO_BYTES].data], offset + done)
             except OSError as error:
                 raise errors.offload_failed(self.path, "read", str(error)) from error
             if not count:
@@ -110,11 +116,11 @@ class StateFile:
             done += count
 
     def write(self, data: np.ndarray[Any, Any], offset: int) -> None:
-        """Writes bytes at ``offset``."""
+        """Writes bytes at ``offset``. OSError when they cannot be written."""
         done = 0
         while done < data.size:
             try:
-                done += os.pwritev(self._descriptor, [data[done : done + _AT_ONCE].data], offset + done)
+                done += os.pwritev(self._descriptor, [data[done : done + IO_BYTES].data], offset + done)
             except OSError as error:
                 raise errors.offload_failed(self.path, "write", str(error)) from error
 
@@ -186,10 +192,11 @@ class OnDisk(dict[str, Any]):
 
     def put(self, key: str, extent: Extent) -> None:
         """Makes the entry one in the file."""
-        self._drop(key)
+        self.drop(key)
         self.extents[key] = extent
 
-    def _drop(self, key: str) -> None:
+    def drop(self, key: str) -> None:
+        """Takes an entry out without a look at it."""
         dict.pop(self, key, None)
         old = self.extents.pop(key, None)
         if old is not None:
@@ -200,13 +207,13 @@ class OnDisk(dict[str, Any]):
         return dict.__getitem__(self, key) if extent is None else extent.mapped()
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._drop(key)
+        self.drop(key)
         dict.__setitem__(self, key, value)
 
     def __delitem__(self, key: str) -> None:
         if key not in self:
             raise KeyError(key)
-        self._drop(key)
+        self.drop(key)
 
     def __contains__(self, key: object) -> bool:
         return key in self.extents or dict.__contains__(self, key)
@@ -251,12 +258,12 @@ class OnDisk(dict[str, Any]):
                 return default[0]
             raise KeyError(key)
         value = self[key]
-        self._drop(key)
+        self.drop(key)
         return value
 
     def clear(self) -> None:
         for key in list(self):
-            self._drop(key)
+            self.drop(key)
 
     def __del__(self) -> None:
         self.clear()

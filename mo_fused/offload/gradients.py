@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch
+from .ring import Ring
 from .streams import HostStream, Lanes, Mark, host_memory
 
 
@@ -32,7 +33,7 @@ class HostGradient:
         self._source = (grad, grad._version, grad.data_ptr())
         self.marks = [lanes.down.copy([(self.value, grad.detach())], lanes.now())]
 
-    def take(self, grad: Tensor, lanes: Lanes, adder: HostStream, keep: bool) -> None:
+    def take(self, grad: Tensor, lanes: Lanes, adder: HostStream, staging: Ring, keep: bool) -> None:
         """As :meth:`copy`, and adds to what was taken since the last step.
 
         ``keep``: the gradient itself may be kept, because it is on the host.
@@ -44,16 +45,16 @@ class HostGradient:
             self._make_room(grad)
             assert self.value is not None
             self.marks = [lanes.down.copy([(self.value, grad.detach())], lanes.now())]
+        elif keep:
+            total, more = self.value, grad.detach()
+            self.marks = [adder.run(lambda: _add(total, more), self.marks)]
         else:
-            total = self.value
-            assert total is not None
-            more = grad.detach()
-            marks = self.marks
-            if not keep:
-                there = _like(grad)
-                marks = [*marks, lanes.down.copy([(there, grad.detach())], lanes.now())]
-                more = there
-            self.marks = [adder.run(lambda: _add(total, more), marks)]
+            total, slot = self.value, staging.next()
+            memory = slot.take(grad.numel() * grad.element_size())
+            there = _as(grad, memory)
+            arrived = lanes.down.copy([(there, grad.detach())], [*slot.busy, *lanes.now()])
+            self.marks = [adder.run(lambda: _add(total, there), [*self.marks, arrived])]
+            slot.busy = self.marks
         self.taken = True
 
     def _make_room(self, grad: Tensor) -> None:
@@ -98,11 +99,16 @@ def _order(grad: Tensor) -> Any:
 
 def _like(grad: Tensor) -> Tensor:
     """Memory of the host for a gradient, in the gradient's order where that has no gaps."""
-    size = grad.numel() * grad.element_size()
-    flat = host_memory(size, pinned=not dispatch.is_cpu(grad)).view(grad.dtype)
+    return _as(grad, host_memory(grad.numel() * grad.element_size(), pinned=not dispatch.is_cpu(grad)))
+
+
+def _as(grad: Tensor, memory: Tensor) -> Tensor:
+    """The first bytes as a tensor like the gradient."""
+    flat = memory[: grad.numel() * grad.element_size()].view(grad.dtype)
     return flat.as_strided(grad.shape, _order(grad))
 
 
-def _add(total: Tensor, more: Tensor) -> None:
+def _add(total: Tensor | None, more: Tensor) -> None:
+    assert total is not None
     with torch.no_grad():
         total.add_(more)

@@ -15,7 +15,7 @@ from .files import Extent, OnDisk, StateFile
 
 
 @dataclass(frozen=True)
-class Slot:
+class SlotForm:
     """What a slot of a state has to be."""
 
     dtype: torch.dtype
@@ -54,11 +54,11 @@ class HostHome:
         entry: dict[str, Any] = found
         return entry
 
-    def holds(self, entry: dict[str, Any], slots: Mapping[str, Slot], order: tuple[int, ...]) -> bool:
+    def holds(self, entry: dict[str, Any], slots: Mapping[str, SlotForm], order: tuple[int, ...]) -> bool:
         """Whether all of these slots are there, in the right form and place."""
         return all(_fits(entry.get(key), slot, order) for key, slot in slots.items())
 
-    def zeros(self, entry: dict[str, Any], key: str, slot: Slot, order: tuple[int, ...]) -> None:
+    def zeros(self, entry: dict[str, Any], key: str, slot: SlotForm, order: tuple[int, ...]) -> None:
         """Makes a slot of zeros."""
         strides = order if slot.like_param else row_major(slot.shape)
         entry[key] = torch.empty_strided(slot.shape, strides, dtype=slot.dtype).zero_()
@@ -91,11 +91,11 @@ class DiskHome:
             found = state[p] = OnDisk(dict(found.items()))
         return found
 
-    def holds(self, entry: dict[str, Any], slots: Mapping[str, Slot], order: tuple[int, ...]) -> bool:
+    def holds(self, entry: dict[str, Any], slots: Mapping[str, SlotForm], order: tuple[int, ...]) -> bool:
         assert isinstance(entry, OnDisk)
         return all(_fits(entry.extents.get(k), s, order) for k, s in slots.items())
 
-    def zeros(self, entry: dict[str, Any], key: str, slot: Slot, order: tuple[int, ...]) -> None:
+    def zeros(self, entry: dict[str, Any], key: str, slot: SlotForm, order: tuple[int, ...]) -> None:
         assert isinstance(entry, OnDisk)
         entry.put(key, self._extent(slot.dtype, slot.shape, order if slot.like_param else row_major(slot.shape)))
 
@@ -104,9 +104,9 @@ class DiskHome:
         extent = entry.extents[key]
         if not _same_order(extent.shape, p.stride(), extent.strides):
             return extent.store(on_host(p.detach().to(extent.dtype), extent.strides))
-        part = torch.empty(min(_AT_ONCE, p.numel()), dtype=extent.dtype)
-        for first in range(0, p.numel(), _AT_ONCE):
-            count = min(_AT_ONCE, p.numel() - first)
+        part = torch.empty(min(_FILL_ELEMENTS, p.numel()), dtype=extent.dtype)
+        for first in range(0, p.numel(), _FILL_ELEMENTS):
+            count = min(_FILL_ELEMENTS, p.numel() - first)
             part[:count] = p.detach().as_strided((count,), (1,), p.storage_offset() + first)
             extent.file.write(part[:count].view(torch.uint8).numpy(), extent.offset + first * extent.dtype.itemsize)
 
@@ -122,8 +122,8 @@ class DiskHome:
 
 
 Home = HostHome | DiskHome
-_AT_ONCE = 1 << 16
-"""Elements."""
+_FILL_ELEMENTS = 1 << 16
+"""That are written at once: more would leave holes of their size between states in memory."""
 
 
 def on_host(value: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -138,7 +138,7 @@ def _same_order(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, 
     return all(a == b for n, a, b in zip(shape, one, other, strict=True) if n != 1)
 
 
-def _fits(found: Any, slot: Slot, order: tuple[int, ...]) -> bool:
+def _fits(found: Any, slot: SlotForm, order: tuple[int, ...]) -> bool:
     if isinstance(found, Extent):
         dtype, strides = found.dtype, found.strides
     elif type(found) is Tensor and dispatch.is_cpu(found):

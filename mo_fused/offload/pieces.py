@@ -19,8 +19,8 @@ from . import ring
 if TYPE_CHECKING:
     from ..optim.planning import Row
 
-PARAM, GRAD = 0, 1
 _BATCHES = 64
+"""Of a piece, so that threads that are late find work of others."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Operand:
     elements: int
 
     def bytes_of(self, elements: int) -> int:
+        """Bytes of the first elements of the row."""
         return elements * self.size // self.elements
 
 
@@ -48,14 +49,14 @@ class OffloadedRow:
     operands: tuple[Operand, ...]
     staged: bool
     """Parameter and gradient pass through the ring; otherwise kernels work on their own memory."""
-    cut: bool
+    can_be_cut: bool
     """Pieces may be parts of it."""
     measured_by: str
-    """The backend that takes its norm where its gradient is."""
+    """The backend that takes the gradient's norm on its device; empty where the gradient was taken to the host."""
 
     def span(self, operand: Operand, start: int, count: int) -> tuple[int, int]:
         """The bytes of an operand that belong to some elements; all of it where the row is not cut."""
-        return (operand.bytes_of(start), operand.bytes_of(start + count)) if self.cut else (0, operand.size)
+        return (operand.bytes_of(start), operand.bytes_of(start + count)) if self.can_be_cut else (0, operand.size)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def cut(rows: Sequence[OffloadedRow], table: Table) -> list[Piece]:
         if not numel and of.row.backend != "eager":  # which counts its step
             continue
         builder.begin(of)
-        if not of.cut:
+        if not of.can_be_cut:
             builder.add(of, 0, numel)
             continue
         start = 0
@@ -125,7 +126,7 @@ class _Builder:
             return
         other = segments[-1].of
         size = sum(_aligned(o.size) for o in of.operands)
-        if of.measured_by != other.measured_by or (not of.cut and self._open.size + size > ring.SLOT_BYTES):
+        if of.measured_by != other.measured_by or (not of.can_be_cut and self._open.size + size > ring.SLOT_BYTES):
             self._close()
 
     def room(self, of: OffloadedRow, most: int) -> int:
@@ -144,6 +145,7 @@ class _Builder:
         return min(most, CHUNK_ELEMENTS)
 
     def add(self, of: OffloadedRow, start: int, count: int) -> int:
+        """Adds a run of elements to the open piece; how many."""
         at, offsets = self._open.size, []
         for operand in of.operands:
             offsets.append(at)

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
-
+from .. import dispatch
 from .ring import Ring, Slot
 from .streams import HostStream, Mark
 
@@ -72,7 +71,7 @@ class Pipeline:
     def run(self, parts: Parts) -> None:
         """Works until there are no more parts. Somebody else may add some meanwhile."""
         if self._ring is None:
-            self._ring = Ring(pinned=torch.cuda.is_available())
+            self._ring = Ring(pinned=dispatch.has_gpu())
         ring, ahead = self._ring, deque[tuple[Part, Slot, Sequence[Mark]]]()
         try:
             while parts or ahead:

@@ -33,8 +33,13 @@ def settle(
         return False
     known = (*rule.all_slots, *_BESIDE_MOMENTS)
     if not any(key in entry for key in known):
-        for key, slot in needed.items():
-            home.zeros(entry, key, slot, order)
+        try:
+            for key, slot in needed.items():
+                home.zeros(entry, key, slot, order)
+        except OSError:  # half a state is none
+            for key in needed:
+                entry.pop(key, None)
+            raise
         if "master" in needed:  # of the other rests there is nothing yet
             home.fill(entry, "master", p)
         return any(key not in masters.ALL_SLOTS for key in needed)
@@ -66,9 +71,7 @@ def taken_over(home: Home, saved: Entry, p: Tensor) -> Entry:
     """Copies of the values of a checkpoint as an entry of this home."""
     entry = home.new_entry()
     for key, value in saved.items():
-        if not isinstance(value, Tensor) or key == "step":
-            entry[key] = state.own_copy(value, p, key, torch.device("cpu"))
-        elif home.on_disk and type(value) is Tensor:
+        if home.on_disk and type(value) is Tensor and key != "step":
             like = value.shape == p.shape and key not in quantised.ALL_SLOTS and _dense(p)
             home.put(entry, key, value, p.stride() if like else row_major(tuple(value.shape)))
         else:

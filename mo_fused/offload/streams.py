@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import dispatch
+from .. import dispatch, errors
 
 _ALIGNMENT = 64
 
@@ -183,7 +183,8 @@ def host_memory(size: int, pinned: bool) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
     memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(memory.ctypes.data, memory.size, 0)) == 0:
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+    if status := int(runtime.cudaHostRegister(memory.ctypes.data, memory.size, 0)):
+        raise errors.offload_pinned(size, status)
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
     first = -memory.ctypes.data % _ALIGNMENT
     return torch.from_numpy(memory[first : first + size])

@@ -126,7 +126,7 @@ def run_step(
     rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: list[dict[str, Any]]
 ) -> list[Buffer]:
     """One step of these rows and what has to be noted after it; where its statistics are."""
-    on_devices = rows.devices or (rows.offloaded is not None and rows.offloaded.on_devices and ask.gated)
+    on_devices = bool(rows.devices) or (ask.gated and rows.offloaded is not None and bool(rows.offloaded.on_devices))
     run = execute.device_step if on_devices else execute.host_step
     on_host_skipped = run(rows, grads, ask, rule, state, groups)
     skipped = on_host_skipped and not rows.devices  # as far as the host knows
@@ -357,7 +357,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     backend, reason = row.backend, row.reason
                 else:
                     grad = p.grad if p.grad is not None else p
-                    backend, reason = rows.planner.choose(group, p, grad)
+                    backend, reason = rows.planner.expected(group, p, grad)
                     reason = f"{reason} (no step yet)"
                 name = param_name(self.param_groups, g, position) or str(position)
                 out.append(Explanation(name, g, tuple(p.shape), p.dtype, backend, reason))

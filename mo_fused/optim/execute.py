@@ -7,6 +7,8 @@ that the devices' gradients take part in, and waits for them once.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -131,15 +133,24 @@ def _finish_and_update(
         return
 
     def update_the_others() -> None:
-        flags = rows.table.rows["flags"]
-        before = flags[offloaded.indices].copy()
-        flags[offloaded.indices] &= ~ACTIVE
-        if (flags & ACTIVE).any() or rows.eager:
-            control["phases"] = UPDATE | PREPARED | (MEASURED if out["measured"] else 0)
-            _run_host(rows, grads, out)
-        flags[offloaded.indices] = before
+        with _without(rows, offloaded.indices):
+            if (rows.table.rows["flags"] & ACTIVE).any() or rows.eager:
+                control["phases"] = UPDATE | PREPARED | (MEASURED if out["measured"] else 0)
+                _run_host(rows, grads, out)
 
     offloaded.step(grads, ask, out, groups, update_the_others)
+
+
+@contextmanager
+def _without(rows: RowSet, index: Any) -> Iterator[None]:
+    """These rows of the host's table take no part."""
+    flags = rows.table.rows["flags"]
+    before = flags[index].copy()
+    flags[index] &= ~ACTIVE
+    try:
+        yield
+    finally:
+        flags[index] = before
 
 
 def _run_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> None:
@@ -160,12 +171,10 @@ def _measure_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) ->
     here = list(grads)
     for i in elsewhere:
         here[i] = None
-    before = rows.table.rows["flags"][elsewhere].copy()
-    rows.table.rows["flags"][elsewhere] &= ~ACTIVE
     if rows.offloaded is not None:
         rows.offloaded.wait_for_taken(grads)
-    _run_host(rows, here, out)
-    rows.table.rows["flags"][elsewhere] = before
+    with _without(rows, elsewhere):
+        _run_host(rows, here, out)
     norm = out["grad_norm"] * scale
     fraction, exponent = math.frexp(norm)
     if not math.isfinite(norm):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised
-from ..offload.homes import Slot
+from ..offload.homes import SlotForm
 from ..state import STATE_DTYPES
 from ..table import MASTER, SCALE0, STATE0
 
@@ -62,10 +62,10 @@ class Formats:
             return (*moments, *rest)
         return (*(n for key in moments for n in quantised.names(key, quantised.code_of(key, kept))), *rest)
 
-    def needed(self, rule: Rule, group: dict[str, Any], p: Tensor) -> dict[str, Slot]:
+    def needed(self, rule: Rule, group: dict[str, Any], p: Tensor) -> dict[str, SlotForm]:
         """The entries that a parameter's state has to have, beside the count of steps."""
         block, kept = self.block_of(p), self.state_dtype
-        out: dict[str, Slot] = {}
+        out: dict[str, SlotForm] = {}
         for key in rule.slots(group, p):
             if not block:
                 out[key] = rule.slot(key, p, "fp32" if kept in quantised.QUANTISED else kept)
@@ -73,10 +73,10 @@ class Formats:
             code = quantised.code_of(key, str(kept))
             codes, scale = quantised.shapes_of(p.shape, code, block)
             of_codes, of_scale = quantised.names(key, code)
-            out[of_codes] = Slot(code.dtype, tuple(codes), like_param=False)
-            out[of_scale] = Slot(torch.float32, tuple(scale), like_param=False)
+            out[of_codes] = SlotForm(code.dtype, tuple(codes), like_param=False)
+            out[of_scale] = SlotForm(torch.float32, tuple(scale), like_param=False)
         if (mode := self.mode_of(p)) in masters.SLOTS:
-            out[masters.SLOTS[mode]] = Slot(_REST.get(mode, p.dtype), tuple(p.shape), like_param=True)
+            out[masters.SLOTS[mode]] = SlotForm(_REST.get(mode, p.dtype), tuple(p.shape), like_param=True)
         return out
 
     def state_bytes(self, rule: Rule, group: dict[str, Any], p: Tensor) -> int:

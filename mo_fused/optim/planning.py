@@ -44,7 +44,7 @@ class Row:
     home: Home | None = None  # where its state is offloaded to; the following are of such rows
     order: tuple[int, ...] = ()  # strides of slots that have an element for each of the parameter's
     dense: bool = False  # parameter and gradient lie without gaps in this order
-    measured_by: str = ""  # the backend of the parameter's device
+    measured_by: str = ""  # the backend of the parameter's device; none where the gradient was taken to the host
     grad_dtype: torch.dtype = torch.float32
 
 
@@ -124,13 +124,13 @@ class RowPlanner:
             self._offload_row(row, grad, row.home)
         if slots or self._rule.has_step:
             row.state = optimizer.state[p] if row.home is None else row.home.entry(optimizer.state, p)
-        if self._rule.has_step:
-            state.ensure_step(row.state, p, group, on_host=row.home is not None)
         if row.home is None:
+            if self._rule.has_step:
+                state.ensure_step(row.state, p, group)
             made = self._formats.ensure_moments(self._rule, row.state, p, self._rule.slots(group, p))
             self._formats.ensure(row.state, p)
         else:
-            made = bool(slots) and settle(row.home, row.state, p, row.order, self._rule, self._formats, group)
+            made = self._settle(row, row.home, optimizer.state, group)
         row.fresh = made and self._rule.copies_first
         row.reason += self._formats.why_not(p)
         operands: list[Tensor | None] = [p, grad, None, None, None, None]
@@ -171,19 +171,42 @@ class RowPlanner:
         row.plan = Plan(p.numel(), tuple(dtypes), order.layout, block)  # type: ignore[arg-type]
         return row
 
+    def _settle(self, row: Row, home: Home, states: Any, group: dict[str, Any]) -> bool:
+        """Makes the state of an offloaded row; True when a moment was made."""
+        new = "step" not in row.state
+        if self._rule.has_step:
+            state.ensure_step(row.state, row.param, group, on_host=True)
+        try:
+            return bool(row.slots) and settle(home, row.state, row.param, row.order, self._rule, self._formats, group)
+        except OSError:  # as before
+            if new:
+                row.state.pop("step", None)
+            if not row.state:
+                states.pop(row.param)
+            raise
+
     def _offload_row(self, row: Row, grad: Tensor, home: Home) -> None:
         """A row that the host steps, whatever its device."""
         p = row.param
         assert self._offload is not None
         self._offload.serve(p)
-        row.measured_by = row.backend if grad is p.grad else ""  # one that was taken is on the host
-        choice = dispatch.choose_host(self._backend)
-        row.backend, row.reason = choice.backend, f"{choice.reason}, {home.words}"
+        row.measured_by = row.backend if grad is p.grad else ""
+        row.backend, row.reason = self._on_host(home)
         by_index = row.factored or self._formats.by_index(p)
         in_order = dense_in_one_order([p]) and (not by_index or p.is_contiguous())
         row.order = p.stride() if in_order else row_major(tuple(p.shape))
         row.dense = in_order and dense_in_one_order([p, grad]) and (not by_index or grad.is_contiguous())
         row.grad_dtype = grad.dtype
+
+    def _on_host(self, home: Home) -> tuple[str, str]:
+        choice = dispatch.choose_host(self._backend)
+        return choice.backend, f"{choice.reason}, {home.words}"
+
+    def expected(self, group: dict[str, Any], p: Tensor, grad: Tensor) -> tuple[str, str]:
+        """What a parameter without a row would get."""
+        backend, reason = self.choose(group, p, grad)
+        home = None if self._offload is None else self._offload.home_of(p)
+        return (backend, reason) if home is None or backend == "torch" else self._on_host(home)
 
     def leave_to_torch(self, row: Row, reason: str, entry: dict[str, Any] | None) -> None:
         """torch's own step for this row, which knows of no master weights."""

@@ -20,7 +20,7 @@ from ..device_part import DevicePart
 from ..device_table import chunk_elements
 from ..factored import HOST, Tiling, device_limits
 from ..layout import Plan
-from ..offload.rows import OffloadedRows
+from ..offload.step import OffloadedRows
 from ..stats import RING, StatsBuffer
 from ..table import (
     ACTIVE,
@@ -142,7 +142,8 @@ class RowSet:
         if self.offloaded is not None:
             if not self._add_taken(grads) or self.offloaded.has_moved():
                 return None
-            noticed &= ~MISSING_GRADIENT if all(g is not None for g in grads) else -1
+            if all(g is not None for g in grads):
+                noticed &= ~MISSING_GRADIENT
         if noticed & STRIDED_GRADIENT and any(g is not None and g.is_neg() for g in grads):
             return None
         self._all_active = not noticed & MISSING_GRADIENT

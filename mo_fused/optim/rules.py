@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from .. import errors, reference, state
-from ..offload.homes import Slot
+from ..offload.homes import SlotForm
 from ..table import HYPER
 
 Group = dict[str, Any]
@@ -32,10 +32,10 @@ class ElementWise:
     def slot_shape(self, key: str, p: Tensor) -> torch.Size:
         return p.shape
 
-    def slot(self, key: str, p: Tensor, state_dtype: str | None) -> Slot:
+    def slot(self, key: str, p: Tensor, state_dtype: str | None) -> SlotForm:
         """What a slot has to be."""
         dtype = p.dtype if state_dtype is None else state.STATE_DTYPES[state_dtype]
-        return Slot(dtype, tuple(p.shape), like_param=True, any_float=state_dtype is None)
+        return SlotForm(dtype, tuple(p.shape), like_param=True, any_float=state_dtype is None)
 
     def ensure(self, entry: dict[str, Any], p: Tensor, slots: tuple[str, ...], state_dtype: str | None) -> bool:
         """Makes the slots that are missing; True when one was made."""
@@ -192,13 +192,13 @@ class AdafactorRule:
             return torch.Size(shape)
         return p.shape
 
-    def slot(self, key: str, p: Tensor, state_dtype: str | None) -> Slot:
+    def slot(self, key: str, p: Tensor, state_dtype: str | None) -> SlotForm:
         """What a slot has to be."""
         compute = reference.compute_type(p)
         if key != "exp_avg":
-            return Slot(compute, tuple(self.slot_shape(key, p)), like_param=False)
+            return SlotForm(compute, tuple(self.slot_shape(key, p)), like_param=False)
         dtype = compute if state_dtype is None else state.STATE_DTYPES[state_dtype]
-        return Slot(dtype, tuple(p.shape), like_param=True, any_float=state_dtype is None)
+        return SlotForm(dtype, tuple(p.shape), like_param=True, any_float=state_dtype is None)
 
     def ensure(self, entry: dict[str, Any], p: Tensor, slots: tuple[str, ...], state_dtype: str | None) -> bool:
         """Makes the slots that are missing, and second moments of the compute type of those that are of another."""

@@ -15,18 +15,16 @@ from ..backends import eager
 from ..device_part import DevicePart
 from ..request import Request
 from ..stats import ROW, StatsBuffer
-from ..table import ACTIVE, MEASURED, PREPARED, SUMS, UPDATE, Table, column_of
+from ..table import ACTIVE, GRAD, MEASURED, NO_RULE, PARAM, PREPARED, SUMS, UPDATE, Table, column_of
 from . import pieces
 from .files import OnDisk
-from .pieces import GRAD, PARAM, OffloadedRow, Operand, Piece, Segment
+from .pieces import OffloadedRow, Operand, Piece, Segment
 from .ring import Slot
 from .streams import Copy, Lanes, Mark
 
 if TYPE_CHECKING:
     from ..optim.planning import Row
     from .engine import Offload
-
-_NO_RULE = 2
 
 
 class OffloadedRows:
@@ -72,7 +70,16 @@ class OffloadedRows:
     def measure_on_devices(self) -> list[Tensor]:
         """Starts to measure the gradients on devices; what each adds to the totals (see DevicePart.partial)."""
         out = []
-        nothing = Request(_NO_RULE, None, False, False, False, None, None, None)
+        nothing = Request(
+            rule=NO_RULE,
+            max_grad_norm=None,
+            skip_nonfinite=False,
+            stats=False,
+            clip_in_place=False,
+            grad_scale=None,
+            found_inf=None,
+            report=None,
+        )
         for part, index, own in self._of_device:
             now = self.table.rows[index]
             own["grad"], own["flags"] = now["grad"], now["flags"] & ACTIVE
@@ -131,14 +138,13 @@ class OffloadedRows:
             scaled.add(grad.data_ptr())
             scale = (coef if groups[r.row.group].get("clip", True) else 1.0) / divisor
             if scale != 1.0:
-                compute = torch.float64 if grad.dtype == torch.float64 else torch.float32
-                grad.detach().copy_(reference.narrow(reference.widen(grad.detach(), compute) * scale, grad.dtype))
+                reference.scale_gradient(grad, scale)
 
 
 def _offloaded(offload: Offload, index: int, row: Row, place: Callable[[str], int]) -> OffloadedRow:
     p, home = row.param, row.home
     assert home is not None and row.plan is not None
-    as_one = row.dense and not row.factored and row.backend != "eager"
+    can_be_cut = row.dense and not row.factored and row.backend != "eager"
     staged = offload.stages(p) or not row.dense or row.backend == "eager"
     operands = []
     if staged:
@@ -148,7 +154,7 @@ def _offloaded(offload: Offload, index: int, row: Row, place: Callable[[str], in
     if isinstance(row.state, OnDisk):
         for key in row.slots:
             operands.append(Operand(place(key), key, row.state.extents[key].size, p.numel()))
-    return OffloadedRow(index, row, tuple(operands), staged, as_one, row.measured_by)
+    return OffloadedRow(index, row, tuple(operands), staged, can_be_cut, row.measured_by)
 
 
 class Job:
@@ -257,6 +263,7 @@ class PieceOfJob:
         self._memory: Tensor
 
     def fetch(self, slot: Slot) -> Sequence[Mark]:
+        """Starts to bring what is staged into the slot, and finds out where everything is."""
         job, offload = self._job, self._job.offload
         self._memory = memory = slot.take(offload.largest_piece)
         base = memory.data_ptr()
@@ -276,14 +283,14 @@ class PieceOfJob:
                         marks += after
                         address = grad.data_ptr()  # it is used where it is
                     elif after is not None:  # from the host to the host
-                        copy = (self._view(s, offset, grad.dtype), self._part(s, grad))
+                        copy = (self._view(s, offset, grad.dtype), self._elements(s, grad))
                         marks.append(offload.pipeline.reader.copy([copy], [*slot.busy, *after]))
                     else:
                         assert lanes is not None
-                        down.setdefault(lanes, []).append((self._view(s, offset, grad.dtype), self._part(s, grad)))
+                        down.setdefault(lanes, []).append((self._view(s, offset, grad.dtype), self._elements(s, grad)))
                 elif operand.place == PARAM:
                     assert lanes is not None
-                    view, own = self._view(s, offset, p.dtype), self._part(s, p)
+                    view, own = self._view(s, offset, p.dtype), self._elements(s, p)
                     down.setdefault(lanes, []).append((view, own))
                     self._results.setdefault(lanes, []).append((own, view))
                 else:
@@ -298,13 +305,13 @@ class PieceOfJob:
     def _view(self, s: Segment, offset: int, dtype: torch.dtype) -> Tensor:
         """The place of parameter or gradient in the slot, in the shape in which it is copied."""
         flat = self._memory[offset : offset + s.count * dtype.itemsize].view(dtype)
-        return flat if s.of.cut else flat.as_strided(s.of.row.param.shape, s.of.row.order)
+        return flat if s.of.can_be_cut else flat.as_strided(s.of.row.param.shape, s.of.row.order)
 
     @staticmethod
-    def _part(s: Segment, value: Tensor) -> Tensor:
+    def _elements(s: Segment, value: Tensor) -> Tensor:
         """The segment's elements of a parameter or gradient, in the shape in which they are copied."""
         value = value.detach()
-        return value.as_strided((s.count,), (1,), value.storage_offset() + s.start) if s.of.cut else value
+        return value.as_strided((s.count,), (1,), value.storage_offset() + s.start) if s.of.can_be_cut else value
 
     def _on_disk(self, s: Segment, operand: Operand, offset: int) -> tuple[Any, np.ndarray[Any, Any], int]:
         entry = s.of.row.state
@@ -314,6 +321,7 @@ class PieceOfJob:
         return extent.file, self._memory[offset : offset + last - first].numpy(), extent.offset + first
 
     def update(self, slot: Slot) -> None:
+        """Updates the elements of the piece, in the slot and where they are."""
         if self.segments[0].of.row.backend == "eager":
             for s in self.segments:
                 self._update_eagerly(s)
@@ -340,6 +348,7 @@ class PieceOfJob:
         eager.update_row(self._job.table, stand_in, s.of.index, there, self._job.out)
 
     def send(self, slot: Slot) -> Sequence[Mark]:
+        """Starts to bring parameters to their device, and states to their file."""
         marks: list[Mark] = [lanes.up.copy(copies) for lanes, copies in self._results.items()]
         self._results = {}
         writes = [
