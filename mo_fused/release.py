@@ -241,8 +241,8 @@ class GradientRelease:
         if opt._offload is not None:
             opt._offload.copy(p)
         before = torch.is_grad_enabled()
-        torch.set_grad_enabled(False)
         try:
+            torch.set_grad_enabled(False)
             self._step(opt, single)
         finally:
             torch.set_grad_enabled(before)

@@ -230,7 +230,7 @@ def test_a_copy_that_fails_stops_everything(where: str, tmp_path: Path, monkeypa
         with pytest.raises(OSError, match="the cable was pulled"):
             two.opt.step()
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="failed halfway .the cable was pulled"):
+        with pytest.raises(RuntimeError, match="failed halfway .OSError: the cable was pulled"):
             two.opt.step()
     assert_same_bits([p.detach() for p in two.params], before, "nothing had been updated yet")
     fresh = SGD.ours(two.params, **options_of(where, tmp_path))

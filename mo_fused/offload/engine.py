@@ -50,12 +50,14 @@ class Offload:
         options = opt.defaults
         where: str = options["offload"]
         self.home: Home = HostHome() if where == "cpu" else DiskHome(where.removeprefix(DISK))
+        if isinstance(self.home, DiskHome):  # a copy of this optimizer means the same folder from anywhere
+            options["offload"] = DISK + self.home.file.folder
         self.takes_gradients: bool = options["offload_gradients"]
         self._fraction = float(options["offload_fraction"])
         self._opt = weakref.ref(opt)
         self._known: list[Tensor] = []
         self._homes: dict[int, Home] = {}
-        self._hooks: dict[int, tuple[Any, Any]] = {}  # (weak parameter, handle)
+        self._hooks: dict[int, Any] = {}
         self._gradients: dict[int, HostGradient] = {}
         self._left: set[int] = set()  # parameters that torch steps
         self._lanes: dict[torch.device, Lanes] = {}
@@ -80,9 +82,7 @@ class Offload:
     def home_of(self, p: Tensor) -> Home | None:
         """Where the state of a parameter lives; None: beside the parameter."""
         if id(p) not in self._homes:
-            opt = self._opt()
-            if opt is not None:
-                self.attach(opt)
+            self.look_again()
         return self._homes.get(id(p))
 
     def attach(self, opt: FusedOptimizer) -> None:
@@ -106,13 +106,21 @@ class Offload:
             taken += sizes[i]
             self._homes[id(params[i])] = self.home
         here = {id(p) for p in params}
-        for gone in [key for key in self._hooks if key not in here or self._hooks[key][0]() is None]:
-            self._hooks.pop(gone)[1].remove()
+        for gone in self._hooks.keys() - here:
+            self._hooks.pop(gone).remove()
             self._gradients.pop(gone, None)
             self._left.discard(gone)
         for p in params:
-            if id(p) in self._homes and id(p) not in self._hooks and p.is_floating_point():
-                self._hooks[id(p)] = (weakref.ref(p), _put_hook(p, self))
+            # Others are looked at in the step alone.
+            can_have = p.is_floating_point() and p.is_leaf and not p.is_inference()
+            if id(p) in self._homes and id(p) not in self._hooks and can_have:
+                self._hooks[id(p)] = _put_hook(p, self)
+
+    def look_again(self) -> None:
+        """The groups may have changed: see :meth:`attach`."""
+        opt = self._opt()
+        if opt is not None:
+            self.attach(opt)
 
     def lanes(self, device: torch.device) -> Lanes:
         """The copies from and to a device."""
@@ -152,7 +160,7 @@ class Offload:
 
     def _is_ours(self, p: Tensor) -> bool:
         """Whether the parameter is offloaded and has a gradient that kernels take."""
-        if p.grad is None or id(p) not in self._homes or id(p) in self._left:
+        if p.grad is None or id(p) not in self._homes or id(p) in self._left or p.grad.is_inference():
             return False
         return _is_plain(p.grad) and _is_plain(p)
 
@@ -227,7 +235,8 @@ class Offload:
     def check(self) -> None:
         """Raises when a step of before has failed halfway, or when the file has gone."""
         if self._failure is not None:
-            raise errors.offload_broken(str(self._failure)) from self._failure
+            found = f"{type(self._failure).__name__}: {self._failure}"
+            raise errors.offload_broken(found) from self._failure
         if isinstance(self.home, DiskHome):
             self.home.file.check()
         if dispatch.is_capturing_anything():
@@ -271,10 +280,14 @@ class Offload:
 
     def join(self) -> None:
         """Waits for what was handed over; raises what has gone wrong there."""
-        with self._lock:
-            handed_over, self._handed_over = self._handed_over, None
+        handed_over = self._handed_over
         if handed_over is not None:
-            handed_over.wait()
+            error = handed_over.failed()  # an interrupted wait has to be made again
+            with self._lock:
+                if self._handed_over is handed_over:
+                    self._handed_over = None
+            if error is not None:
+                raise error
         try:
             self.pipeline.hold()
         except BaseException as error:
@@ -284,8 +297,8 @@ class Offload:
             lanes.hold()
 
 
-def _remove_hooks(hooks: dict[int, tuple[Any, Any]]) -> None:
-    for _, handle in hooks.values():
+def _remove_hooks(hooks: dict[int, Any]) -> None:
+    for handle in hooks.values():
         handle.remove()
 
 

@@ -40,7 +40,7 @@ class StateFile:
     """
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder = os.path.expanduser(folder)
+        self.folder = folder = os.path.abspath(os.path.expanduser(folder))
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             descriptor, name = tempfile.mkstemp(prefix="mo_fused-", suffix=".states", dir=folder)
@@ -130,9 +130,20 @@ class StateFile:
             found = mmap.mmap(self._descriptor, size, offset=offset)
         except (OSError, ValueError) as error:
             raise errors.offload_failed(self.path, "map", str(error)) from error
-        alive = [m for m in self._maps.get(offset, ()) if m() is not None]
-        self._maps[offset] = [*alive, weakref.ref(found)]
+        self.note(offset, found)
         return found
+
+    def map_all(self) -> mmap.mmap | None:
+        """The whole file as memory; None where there are not enough addresses for it."""
+        try:
+            return mmap.mmap(self._descriptor, self._end) if self._end else None
+        except (OSError, ValueError):
+            return None
+
+    def note(self, offset: int, mapping: mmap.mmap) -> None:
+        """Somebody holds what is at ``offset`` for as long as the mapping lives."""
+        alive = [m for m in self._maps.get(offset, ()) if m() is not None]
+        self._maps[offset] = [*alive, weakref.ref(mapping)]
 
 
 def _remove(descriptor: int, path: str, process: int) -> None:
@@ -158,11 +169,15 @@ class Extent:
         """Bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def mapped(self) -> Tensor:
-        """The tensor; what is written to it is written to the file."""
+    def mapped(self, whole: mmap.mmap | None = None) -> Tensor:
+        """The tensor; what is written to it is written to the file. ``whole``: a mapping of all of the file."""
         if not self.size:
             return torch.empty_strided(self.shape, self.strides, dtype=self.dtype)
-        flat = torch.frombuffer(self.file.map(self.offset, self.size), dtype=self.dtype)
+        if whole is None:
+            flat = torch.frombuffer(self.file.map(self.offset, self.size), dtype=self.dtype)
+        else:
+            self.file.note(self.offset, whole)
+            flat = torch.frombuffer(whole, dtype=self.dtype, count=math.prod(self.shape), offset=self.offset)
         return flat.as_strided(self.shape, self.strides)
 
     def store(self, value: Tensor) -> None:
@@ -276,3 +291,18 @@ class OnDisk(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.items(),)
+
+
+def mapped(state: dict[Any, Any]) -> dict[Any, Any]:
+    """A state whose entries are plain dictionaries.
+
+    Each mapping takes an open file, so one serves all of a file where there are addresses for it.
+    """
+    files = {e.file for v in state.values() if isinstance(v, OnDisk) for e in v.extents.values()}
+    whole = {file: file.map_all() for file in files}
+
+    def plain(entry: OnDisk) -> dict[str, Any]:
+        found = entry.extents
+        return {k: found[k].mapped(whole[found[k].file]) if k in found else entry[k] for k in entry}
+
+    return {key: plain(entry) if isinstance(entry, OnDisk) else entry for key, entry in state.items()}

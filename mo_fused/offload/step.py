@@ -192,6 +192,9 @@ class Job:
         self.call = rows.table.step.copy()
         self.call["rows"], self.call["control"] = self.records.ctypes.data, self.control.ctypes.data
         self._gated = ask.gated
+        self.fresh = {r.index: r.row.fresh for r in rows.rows}
+        # Addresses keep nothing alive, and somebody may give a parameter other memory before its turn comes.
+        self._kept = [(r.row.param.detach(), *(dict.get(r.row.state, key) for key in r.row.slots)) for r in rows.rows]
         self.threads = torch.get_num_threads()
         self._left = 0
         self.now: dict[torch.device, Sequence[Mark]] = {}
@@ -343,7 +346,8 @@ class PieceOfJob:
                 values[key] = flat.as_strided(extent.shape, extent.strides)
             else:
                 values[key] = row.state[key]
-        stand_in = replace(row, param=self._view(s, offsets["param"], row.param.dtype), state=values)
+        param, fresh = self._view(s, offsets["param"], row.param.dtype), self._job.fresh[s.of.index]
+        stand_in = replace(row, param=param, state=values, fresh=fresh)
         there = self._view(s, offsets["grad"], grad.dtype)
         eager.update_row(self._job.table, stand_in, s.of.index, there, self._job.out)
 

@@ -7,11 +7,13 @@ files are served by a thread: the same orders, the same marks.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,18 +59,35 @@ def move(destination: Tensor, source: Tensor) -> None:
 
 
 class HostMark:
-    """The end of work of a :class:`HostStream`."""
+    """The end of work of a :class:`HostStream`.
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    An interrupt (Ctrl-C) of whoever waits may come at any place and leaves no lock taken that a thread needs, which
+    cannot be said of what ``threading`` and ``concurrent.futures`` build of locks in Python.
+    """
 
-    def wait(self) -> None:
-        self._future.result()
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._done = False
+        self._error: BaseException | None = None
 
-    hold = wait
+    def set(self, error: BaseException | None) -> None:
+        """The work is done, or has raised."""
+        self._error, self._done = error, True
+        self._gate.release()
 
     def failed(self) -> BaseException | None:
-        return self._future.exception()
+        while not self._done:  # a waiter that was interrupted may have left the gate closed
+            if self._gate.acquire(timeout=0.1):
+                self._gate.release()
+        return self._error
+
+    def wait(self) -> None:
+        error = self.failed()
+        if error is not None:
+            raise error
+
+    hold = wait
 
 
 class HostStream:
@@ -77,21 +96,22 @@ class HostStream:
     def __init__(self, name: str) -> None:
         self._name = name
         self._process = 0
-        self._threads: ThreadPoolExecutor
+        self._work: SimpleQueue[_Work]
 
     def run(self, work: Callable[[], None], after: Sequence[Mark] = ()) -> HostMark:
         """Does ``work`` when its turn has come and ``after`` is over."""
         if self._process != os.getpid():
+            queue: SimpleQueue[_Work] = SimpleQueue()
+            self._work = queue
+            # Not a daemon's fate, to be cut off in the middle of native code: see _finish_all.
+            thread = threading.Thread(target=_work_off, args=(queue,), name=f"mo_fused-{self._name}_0", daemon=True)
+            thread.start()
+            _threads[thread] = queue
+            weakref.finalize(self, queue.put, None)
             self._process = os.getpid()
-            self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"mo_fused-{self._name}")
-            weakref.finalize(self, self._threads.shutdown, wait=False)
-
-        def in_turn() -> None:
-            for mark in after:
-                mark.wait()
-            work()
-
-        return HostMark(self._threads.submit(in_turn))
+        mark = HostMark()
+        self._work.put((work, after, mark))
+        return mark
 
     def copy(self, copies: Sequence[Copy], after: Sequence[Mark] = ()) -> HostMark:
         def work() -> None:
@@ -99,6 +119,33 @@ class HostStream:
                 move(destination, source)
 
         return self.run(work, after)
+
+
+_Work = tuple[Callable[[], None], Sequence[Mark], HostMark] | None
+_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Work]] = weakref.WeakKeyDictionary()
+
+
+def _work_off(queue: SimpleQueue[_Work]) -> None:
+    while (item := queue.get()) is not None:
+        work, after, mark = item
+        try:
+            for before in after:
+                before.wait()
+            work()
+        except BaseException as error:
+            mark.set(error)
+        else:
+            mark.set(None)
+        del item, work, after, mark  # what they refer to must not live until the next work comes
+
+
+@atexit.register
+def _finish_all() -> None:
+    """At the end of the process: what was begun is finished, while threads can still run."""
+    for queue in list(_threads.values()):
+        queue.put(None)
+    for thread in list(_threads):
+        thread.join()
 
 
 class DeviceMark:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised
 from ..offload.engine import Offload, check_offload
-from ..offload.files import OnDisk
+from ..offload.files import mapped
 from ..request import Request
 from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
@@ -221,7 +221,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._settle()
         found = super().state_dict()
         if self._offload is not None:
-            found["state"] = {k: dict(v.items()) if isinstance(v, OnDisk) else v for k, v in found["state"].items()}
+            found["state"] = mapped(found["state"])
         return found
 
     def _settle(self) -> None:
@@ -265,8 +265,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         before = torch.is_grad_enabled()
-        torch.set_grad_enabled(bool(self.defaults.get("differentiable")))
         try:
+            torch.set_grad_enabled(bool(self.defaults.get("differentiable")))
             if (release := self._release()) is None:
                 self._fused_step()
             else:
@@ -376,6 +376,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the checkpoint does not fit these parameters.
         """
+        self._settle()
         loader = Loader(self.param_groups, self._rule, self._offload)
         taken = self.register_load_state_dict_pre_hook(lambda _, sd: loader.take(sd))
         put = self.register_load_state_dict_post_hook(lambda _: loader.put(self.state), prepend=True)

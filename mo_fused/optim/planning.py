@@ -97,7 +97,7 @@ class RowPlanner:
             return False
         if self._offload is not None and self._offload.home_of(p) is not old.home:
             return False
-        if isinstance(old.state, OnDisk) and not old.state.holds(old.slots):
+        if old.home is not None and isinstance(old.state, OnDisk) and not old.state.holds(old.slots):
             return False
         key = _layouts(p, grad, old)
         if key is None or (grad is not None and grad.is_neg()):
@@ -138,7 +138,8 @@ class RowPlanner:
         for slot in slots:
             place = self._formats.place(slot, self._rule)
             if place < OPERANDS:
-                value = row.state.extents[slot] if isinstance(row.state, OnDisk) else row.state[slot]
+                in_file = row.state.extents if isinstance(row.state, OnDisk) else {}
+                value = in_file[slot] if slot in in_file else row.state[slot]
                 dtypes[place] = self._formats.code(slot, value.dtype)
                 operands[place] = value if isinstance(value, Tensor) else None
         if row.home is not None:  # pieces of states come in the row's order

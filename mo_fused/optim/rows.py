@@ -219,31 +219,39 @@ class RowSet:
     def _plan(self, optimizer: FusedOptimizer, params: list[Tensor], structure: list[Any]) -> None:
         groups = optimizer.param_groups
         self._state = optimizer.state
+        if self._offload is not None:
+            self._offload.look_again()
         of_group = chain.from_iterable([g] * len(group["params"]) for g, group in enumerate(groups))
         entries = [(i, g, p, self._grad(p)) for i, (g, p) in enumerate(zip(of_group, params, strict=True))]
         self.planner.validate(optimizer, entries)
         cache: dict[int, Row] = {}
         rows: list[Row] = []
         unseen: list[Tensor] = []
-        for position, g, p, grad in entries:
-            if id(p) in cache:  # listed twice in one group: torch warns at construction, and one step is one update
-                continue
-            old = self._cache.get(id(p))
-            if old is not None and old.param is not p:
-                old = None
-            if old is not None and self.planner.still_good(old, optimizer, g, p, grad, structure[g]):
-                old.position, old.group = position, g
-                old.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
-                row = old
-            elif grad is None:
-                unseen.append(p)
-                continue
-            else:
-                row = self.planner.row(optimizer, position, g, p, grad)
-                row.structure = structure[g]
-                self._keep_freshness(row)
-            cache[id(p)] = row
-            rows.append(row)
+        try:
+            for position, g, p, grad in entries:
+                if id(p) in cache:  # listed twice in one group: torch warns at construction, and one step is one update
+                    continue
+                old = self._cache.get(id(p))
+                if old is not None and old.param is not p:
+                    old = None
+                if old is not None and self.planner.still_good(old, optimizer, g, p, grad, structure[g]):
+                    old.position, old.group = position, g
+                    old.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
+                    row = old
+                elif grad is None:
+                    unseen.append(p)
+                    continue
+                else:
+                    row = self.planner.row(optimizer, position, g, p, grad)
+                    row.structure = structure[g]
+                    self._keep_freshness(row)
+                cache[id(p)] = row
+                rows.append(row)
+        except BaseException:
+            for row in rows:  # or a later step would take zeros for their momentum
+                if row.fresh:
+                    self._take_back(row)
+            raise
         self._cache = cache
         self._resolve_overlaps(rows)
         for row in rows:
