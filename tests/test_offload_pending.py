@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import mo_fused
-from mo_fused.offload import files, step
+from mo_fused.offload import files, gradients, step
 
 pytestmark = pytest.mark.cpu_only(reason="what waits are threads of the host, for its own kernels")
 
@@ -95,6 +95,29 @@ def test_memory_that_a_parameter_has_left_stays_until_it_was_written(where: str,
         others = [torch.zeros_like(p) for p in model.parameters() for _ in range(4)]
         opt.step()
         assert not any(other.any() for other in others)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_micro_batches_are_added_before_they_are_used(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = gradients._add
+
+    def slow(total: Any, more: Any) -> None:
+        time.sleep(0.05)
+        add(total, more)
+
+    monkeypatch.setattr(gradients, "_add", slow)
+    plain, model = layers(), layers()
+    other = mo_fused.AdamW(plain.parameters(), lr=0.1)
+    opt = mo_fused.AdamW(model.parameters(), lr=0.1, offload=kind_of(where, tmp_path), offload_gradients=True)
+    for m, o in ((plain, other), (model, opt)):
+        for _ in range(2):
+            for scale in (1.0, -3.0):  # the sum has another sign than the first
+                (scale * m(torch.ones(2, 40)).square().sum()).backward()
+            o.step()
+            o.zero_grad()
+    assert all(map(torch.equal, plain.parameters(), model.parameters()))
 
 
 @pytest.mark.parametrize("taken", [False, True])

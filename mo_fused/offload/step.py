@@ -278,12 +278,12 @@ class PieceOfJob:
             grad = job.grads[of.index]
             assert grad is not None
             lanes = offload.lanes(p.device) if of.staged else None
+            after = job.copied.get(of.index)
+            marks += after or ()
             for operand, offset in zip(of.operands, s.offsets, strict=True):
                 address = base + offset - of.span(operand, s.start, s.count)[0]
                 if operand.place == GRAD:
-                    after = job.copied.get(of.index)
                     if after is not None and s.of.row.dense and s.of.row.backend != "eager":
-                        marks += after
                         address = grad.data_ptr()  # it is used where it is
                     elif after is not None:  # from the host to the host
                         copy = (self._view(s, offset, grad.dtype), self._elements(s, grad))
