@@ -239,3 +239,28 @@ def test_interrupts_do_not_hang(where: str, tmp_path: Path, run_python: Callable
     done = run_python("-c", INTERRUPTED, kind_of(where, tmp_path), timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[1]) > 10
+
+
+EXIT = """
+import sys, time, torch, mo_fused
+from mo_fused.offload import step
+update = step.PieceOfJob.update
+def slow(self, slot):
+    time.sleep(0.02)
+    update(self, slot)
+step.PieceOfJob.update = slow
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20)))
+opt = mo_fused.AdamW(model.parameters(), offload=sys.argv[1])
+mo_fused.gradient_release(model, opt)
+model(torch.ones(1, 64)).sum().backward()
+print("pending", len(opt._offload._waiting) > 0)
+"""
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_the_process_ends_with_work_pending(
+    where: str, tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
+) -> None:
+    done = run_python("-c", EXIT, kind_of(where, tmp_path), timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "pending True\n", "")
+    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from .gradients import HostGradient
 from .homes import DiskHome, Home, HostHome
 from .pipeline import Part, Parts, Pipeline
 from .ring import Ring
-from .streams import HostStream, Lanes, Mark
+from .streams import STEPS, HostStream, Lanes, Mark
 
 if TYPE_CHECKING:
     from ..optim.base import FusedOptimizer
@@ -64,7 +64,7 @@ class Offload:
         self._adder = HostStream("add")
         self._staging = Ring(pinned=dispatch.has_gpu())  # of further micro-batches on their way to be added
         self._lock = threading.Lock()  # each device has a thread of its own in the backward
-        self._background = HostStream("step")
+        self._background = HostStream(STEPS)
         self._waiting = Parts()
         self._working = False
         self._handed_over: Mark | None = None

@@ -30,7 +30,7 @@ _PAGE = mmap.ALLOCATIONGRANULARITY
 _ZEROS = 1 << 20
 """Bytes that are written at once to space that is used again."""
 IO_BYTES = 1 << 24
-"""Of one read or write: what the pool of the kernel's pages likes, and small enough to be interrupted between two."""
+"""Of one read or write: far more than a call costs, and few enough to show an error early."""
 
 
 class StateFile:

@@ -36,12 +36,12 @@ def settle(
         try:
             for key, slot in needed.items():
                 home.zeros(entry, key, slot, order)
+            if "master" in needed:  # of the other rests there is nothing yet
+                home.fill(entry, "master", p)
         except OSError:  # half a state is none
             for key in needed:
                 entry.pop(key, None)
             raise
-        if "master" in needed:  # of the other rests there is nothing yet
-            home.fill(entry, "master", p)
         return any(key not in masters.ALL_SLOTS for key in needed)
     # The ordinary conversions, on a copy on the host.
     beside = on_host(p, p.stride() if _dense(p) else row_major(tuple(p.shape)))

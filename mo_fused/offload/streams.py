@@ -103,10 +103,10 @@ class HostStream:
         if self._process != os.getpid():
             queue: SimpleQueue[_Work] = SimpleQueue()
             self._work = queue
-            # Not a daemon's fate, to be cut off in the middle of native code: see _finish_all.
+            # Not to be cut off in the middle of native code, as daemons are: see _finish_all.
             thread = threading.Thread(target=_work_off, args=(queue,), name=f"mo_fused-{self._name}_0", daemon=True)
             thread.start()
-            _threads[thread] = queue
+            _threads[thread] = (self._name, queue)
             weakref.finalize(self, queue.put, None)
             self._process = os.getpid()
         mark = HostMark()
@@ -122,7 +122,9 @@ class HostStream:
 
 
 _Work = tuple[Callable[[], None], Sequence[Mark], HostMark] | None
-_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Work]] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[threading.Thread, tuple[str, SimpleQueue[_Work]]] = weakref.WeakKeyDictionary()
+STEPS = "step"
+"""The name of streams whose work gives work to others."""
 
 
 def _work_off(queue: SimpleQueue[_Work]) -> None:
@@ -142,10 +144,12 @@ def _work_off(queue: SimpleQueue[_Work]) -> None:
 @atexit.register
 def _finish_all() -> None:
     """At the end of the process: what was begun is finished, while threads can still run."""
-    for queue in list(_threads.values()):
-        queue.put(None)
-    for thread in list(_threads):
-        thread.join()
+    for steps in (True, False):  # the others still serve them
+        ending = [(thread, queue) for thread, (name, queue) in list(_threads.items()) if (name == STEPS) == steps]
+        for _, queue in ending:
+            queue.put(None)
+        for thread, _ in ending:
+            thread.join()
 
 
 class DeviceMark:
