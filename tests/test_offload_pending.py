@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
+import itertools
 import os
 import resource
 import time
@@ -17,7 +19,7 @@ import torch
 from torch import nn
 
 import mo_fused
-from mo_fused.offload import files, gradients, step
+from mo_fused.offload import files, gradients, step, streams
 
 pytestmark = pytest.mark.cpu_only(reason="what waits are threads of the host, for its own kernels")
 
@@ -239,6 +241,45 @@ def test_interrupts_do_not_hang(where: str, tmp_path: Path, run_python: Callable
     done = run_python("-c", INTERRUPTED, kind_of(where, tmp_path), timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout.split()[1]) > 10
+
+
+class Registrations:
+    """In the place of CUDA's runtime: which addresses are pinned."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, int] = {}
+        self.status = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if not self.status:
+            self.ranges[address] = size
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.ranges[address]
+        return 0
+
+
+def test_pinned_memory_has_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Registrations()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    kept = [streams.host_memory(size, pinned=True) for size in (1, 3, 4096, 4097, 100_000)]
+    assert [m.numel() for m in kept] == [1, 3, 4096, 4097, 100_000]
+    for memory in kept:
+        memory.fill_(7)
+        assert memory.data_ptr() % 4096 == 0 and found.ranges[memory.data_ptr()] % 4096 == 0
+    spans = sorted(found.ranges.items())
+    assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(spans))
+    views = [m[:1].view(torch.uint8) for m in kept]
+    del kept, memory
+    assert len(found.ranges) == 5, "memory that a view holds is let go of"
+    assert all(int(v) == 7 for v in views)
+    del views
+    gc.collect()
+    assert not found.ranges
+    found.status = 2
+    with pytest.raises(RuntimeError, match="10 bytes of the host's memory to be pinned .* CUDA error 2"):
+        streams.host_memory(10, pinned=True)
 
 
 EXIT = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import mmap
 import os
 import threading
 import weakref
@@ -21,8 +22,6 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors
-
-_ALIGNMENT = 64
 
 Copy = tuple[Tensor, Tensor]
 """Destination and source, of one shape and dtype."""
@@ -232,10 +231,12 @@ def host_memory(size: int, pinned: bool) -> Tensor:
     """
     if not pinned or not size:
         return torch.empty(size, dtype=torch.uint8)
-    memory = np.empty(size + _ALIGNMENT, dtype=np.uint8)
+    # Whole pages of its own: two registrations cannot have one in common.
+    pages = mmap.mmap(-1, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = np.frombuffer(pages, dtype=np.uint8)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if status := int(runtime.cudaHostRegister(memory.ctypes.data, memory.size, 0)):
         raise errors.offload_pinned(size, status)
-    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
-    first = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[first : first + size])
+    # Of the array, which goes before its pages do; the end of the process needs none of this.
+    weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data).atexit = False
+    return torch.from_numpy(memory)[:size]
