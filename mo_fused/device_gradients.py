@@ -44,14 +44,14 @@ class DeviceGradients:
 
     def measure(self, max_norm: float | None = None, count_zeros: bool = False) -> DeviceStats:
         """One read of every gradient; with ``max_norm`` also the factor for :meth:`scale`."""
-        self._part.begin(_request(max_norm), first=True)
+        self._part.begin(measuring(max_norm), first=True)
         self._part.measure(count_zeros)
         self._part.finish()
         return self._part.stats
 
     def use_norm(self, norm: Tensor, max_norm: float) -> None:
         """The factor for :meth:`scale` from a norm that the caller knows (0-dim, any device and dtype)."""
-        self._part.begin(_request(max_norm), first=False)
+        self._part.begin(measuring(max_norm), first=False)
         self._part.finish(norm=norm.detach().to(self._part.device, torch.float64, non_blocking=True))
 
     def scale(self) -> None:
@@ -59,7 +59,8 @@ class DeviceGradients:
         self._part.scale_gradients()
 
 
-def _request(max_norm: float | None) -> Request:
+def measuring(max_norm: float | None = None) -> Request:
+    """What a table of gradients alone is asked: their norm, and the factor that clips it."""
     return Request(
         rule=NO_RULE,
         max_grad_norm=max_norm,

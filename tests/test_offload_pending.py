@@ -283,13 +283,16 @@ def test_pinned_memory_has_pages_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 EXIT = """
-import sys, time, torch, mo_fused
+import atexit, sys, time, weakref, torch, mo_fused
 from mo_fused.offload import step
 update = step.PieceOfJob.update
 def slow(self, slot):
     time.sleep(0.02)
     update(self, slot)
 step.PieceOfJob.update = slow
+if sys.argv[2] == "late":  # as if nobody had made a finalizer before
+    atexit.unregister(weakref.finalize._exitfunc)
+    weakref.finalize._registered_with_atexit = False
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20)))
 opt = mo_fused.AdamW(model.parameters(), offload=sys.argv[1])
 mo_fused.gradient_release(model, opt)
@@ -298,10 +301,12 @@ print("pending", len(opt._offload._waiting) > 0)
 """
 
 
+@pytest.mark.parametrize("finalizers", ["early", "late"])
 @pytest.mark.parametrize("where", WHERE)
 def test_the_process_ends_with_work_pending(
-    where: str, tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
+    where: str, finalizers: str, tmp_path: Path, run_python: Callable[..., CompletedProcess[str]]
 ) -> None:
-    done = run_python("-c", EXIT, kind_of(where, tmp_path), timeout=60)
+    """Whether the finalizers of weakref come before or after those of this package."""
+    done = run_python("-c", EXIT, kind_of(where, tmp_path), finalizers, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, "pending True\n", "")
     assert not list(tmp_path.iterdir())

@@ -226,7 +226,6 @@ class Offload:
 
     def discard_gradients(self) -> None:
         """What ``zero_grad`` means for gradients that are on the host."""
-        self.join()
         for found in self._gradients.values():
             found.discard()
 

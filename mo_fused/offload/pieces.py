@@ -51,8 +51,6 @@ class OffloadedRow:
     """Parameter and gradient pass through the ring; otherwise kernels work on their own memory."""
     can_be_cut: bool
     """Pieces may be parts of it."""
-    measured_by: str
-    """The backend that takes the gradient's norm on its device; empty where the gradient was taken to the host."""
 
     def span(self, operand: Operand, start: int, count: int) -> tuple[int, int]:
         """The bytes of an operand that belong to some elements; all of it where the row is not cut."""
@@ -126,7 +124,9 @@ class _Builder:
             return
         other = segments[-1].of
         size = sum(_aligned(o.size) for o in of.operands)
-        if of.measured_by != other.measured_by or (not of.can_be_cut and self._open.size + size > ring.SLOT_BYTES):
+        if of.row.measured_by != other.row.measured_by or (
+            not of.can_be_cut and self._open.size + size > ring.SLOT_BYTES
+        ):
             self._close()
 
     def room(self, of: OffloadedRow, most: int) -> int:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from .. import dispatch, reference
 from ..backends import eager
+from ..device_gradients import measuring
 from ..device_part import DevicePart
 from ..request import Request
 from ..stats import ROW, StatsBuffer
-from ..table import ACTIVE, GRAD, MEASURED, NO_RULE, PARAM, PREPARED, SUMS, UPDATE, Table, column_of
+from ..table import ACTIVE, GRAD, MEASURED, PARAM, PREPARED, SUMS, UPDATE, Table, column_of
 from . import pieces
 from .files import OnDisk
 from .pieces import OffloadedRow, Operand, Piece, Segment
@@ -50,8 +51,8 @@ class OffloadedRows:
     def _find_devices(self, groups: int) -> None:
         places: dict[tuple[torch.device, str], list[OffloadedRow]] = {}
         for r in self.rows:
-            if r.measured_by in dispatch.ON_DEVICE:
-                places.setdefault((r.row.param.device, r.measured_by), []).append(r)
+            if r.row.measured_by in dispatch.ON_DEVICE:
+                places.setdefault((r.row.param.device, r.row.measured_by), []).append(r)
         for (device, backend), found in places.items():
             index = np.array([r.index for r in found], dtype=np.int64)
             own = self.table.rows[index].copy()  # their groups, sizes, dtypes; no states
@@ -70,20 +71,10 @@ class OffloadedRows:
     def measure_on_devices(self) -> list[Tensor]:
         """Starts to measure the gradients on devices; what each adds to the totals (see DevicePart.partial)."""
         out = []
-        nothing = Request(
-            rule=NO_RULE,
-            max_grad_norm=None,
-            skip_nonfinite=False,
-            stats=False,
-            clip_in_place=False,
-            grad_scale=None,
-            found_inf=None,
-            report=None,
-        )
         for part, index, own in self._of_device:
             now = self.table.rows[index]
             own["grad"], own["flags"] = now["grad"], now["flags"] & ACTIVE
-            part.begin(nothing, first=True)
+            part.begin(measuring(), first=True)
             part.measure()
             out.append(part.partial())
             part.finish()
@@ -154,7 +145,7 @@ def _offloaded(offload: Offload, index: int, row: Row, place: Callable[[str], in
     if isinstance(row.state, OnDisk):
         for key in row.slots:
             operands.append(Operand(place(key), key, row.state.extents[key].size, p.numel()))
-    return OffloadedRow(index, row, tuple(operands), staged, can_be_cut, row.measured_by)
+    return OffloadedRow(index, row, tuple(operands), staged, can_be_cut)
 
 
 class Job:
@@ -227,7 +218,7 @@ class Job:
             column[row if at is None else (row, at)] = address
         index = [s.of.index for s in part.segments]
         self.records["flags"][index] = self._flags[index]
-        measured = self._gated and part.segments[0].of.measured_by not in dispatch.ON_DEVICE
+        measured = self._gated and part.segments[0].of.row.measured_by not in dispatch.ON_DEVICE
         self.control["phases"] = UPDATE | PREPARED | (MEASURED if measured else 0)
         self.control["threads"] = min(self.threads, piece.threads)
         self.call["batches"], self.call["n_batches"] = piece.batches.ctypes.data, len(piece.batches) - 1

@@ -14,6 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cache
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -104,6 +105,7 @@ class HostStream:
             self._work = queue
             # Not to be cut off in the middle of native code, as daemons are: see _finish_all.
             thread = threading.Thread(target=_work_off, args=(queue,), name=f"mo_fused-{self._name}_0", daemon=True)
+            _finish_at_exit()
             thread.start()
             _threads[thread] = (self._name, queue)
             weakref.finalize(self, queue.put, None)
@@ -140,7 +142,12 @@ def _work_off(queue: SimpleQueue[_Work]) -> None:
         del item, work, after, mark  # what they refer to must not live until the next work comes
 
 
-@atexit.register
+@cache
+def _finish_at_exit() -> None:
+    """Registered last, which is run first: before finalizers close the file that a thread may still write to."""
+    atexit.register(_finish_all)
+
+
 def _finish_all() -> None:
     """At the end of the process: what was begun is finished, while threads can still run."""
     for steps in (True, False):  # the others still serve them
