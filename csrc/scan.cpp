@@ -47,25 +47,33 @@ struct Exchange {
   const DLPackExchangeAPI* api;
   const PyObject* tensor_type;
   const PyObject* parameter_type;
+  const PyObject* dtensor_type;  // or None: nobody has imported it
 
   explicit Exchange(PyObject* tuple)
       : api(static_cast<const DLPackExchangeAPI*>(
             PyCapsule_GetPointer(PyTuple_GET_ITEM(tuple, 0), "dlpack_exchange_api"))),
         tensor_type(PyTuple_GET_ITEM(tuple, 1)),
-        parameter_type(PyTuple_GET_ITEM(tuple, 2)) {}
+        parameter_type(PyTuple_GET_ITEM(tuple, 2)),
+        dtensor_type(PyTuple_GET_ITEM(tuple, 3)) {}
 
   bool is_tensor(const PyObject* item) const {
     const PyObject* type = reinterpret_cast<const PyObject*>(Py_TYPE(item));
     return type == tensor_type || type == parameter_type;
   }
 
-  // Returns 1 for an item that is neither None (null here) nor plain.
+  // Returns 1 for an item that is neither None (null here) nor plain. A DTensor is looked at as its local tensor, which
+  // it keeps alive.
   int64_t record(PyObject* item, TensorRecord& r) const {
+    static PyObject* const local_name = PyUnicode_InternFromString("_local_tensor");
     r = TensorRecord{};
     r.dtype = -1;
     if (!item || item == Py_None) return 0;
+    if (reinterpret_cast<const PyObject*>(Py_TYPE(item)) == dtensor_type) {
+      item = PyObject_GetAttr(item, local_name);
+      if (item) Py_DECREF(item);
+    }
     DLTensor t;
-    if (!is_tensor(item) || api->dltensor_from_py_object_no_sync(item, &t) != 0) {
+    if (!item || !is_tensor(item) || api->dltensor_from_py_object_no_sync(item, &t) != 0) {
       PyErr_Clear();  // sparse, conjugated or otherwise without plain strided storage: told apart by the caller
       r.layout = 1;
       return 1;
@@ -112,9 +120,12 @@ int64_t refresh_rows(PyObject* api, PyObject* params, PyObject* states, PyObject
     if (r.layout != seen[i]) return kRowsChanged;
     row.param = r.address;
 
-    PyObject* grad = PyObject_GetAttr(param, grad_name);
-    if (!grad) return -1;
-    PyList_SetItem(grads, i, grad);  // takes the reference
+    PyObject* grad = PyList_GET_ITEM(grads, i);  // one that is given, or the parameter's
+    if (grad == Py_None) {
+      grad = PyObject_GetAttr(param, grad_name);
+      if (!grad) return -1;
+      PyList_SetItem(grads, i, grad);  // takes the reference
+    }
     exchange.record(grad, r);
     if (r.layout != 0 && r.layout != seen[n + i]) return kRowsChanged;
     row.grad = r.address;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,12 +14,17 @@ from torch import Tensor
 from . import dispatch
 from .backends import cuda, triton
 from .device_table import DeviceTable, Signature
+from .distributed.exchange import ROW_SUMS, SQUARES
 from .factored import Tiling
 from .request import Request
 from .stats import RESULT_AT, RESULT_WIDTH, RING, ROW, ROW_WIDTH
 from .table import ACTIVE, STAT_COLUMNS
 
+if TYPE_CHECKING:
+    from .distributed.ranks import Share
+
 _PARTIAL = 5
+_UPDATE_NORMS = ROW_SUMS[3:]
 _BACKENDS = {"triton": triton, "cuda": cuda}
 
 
@@ -33,15 +38,19 @@ class DeviceStats:
         self.generation = 0
         self.measured = self.updated = False
         self._active = np.zeros(0, dtype=bool)
+        self._told: tuple[Tensor, Tensor, Tensor] | None = None
 
     def claim(self, measured: bool, updated: bool) -> None:
         """Takes the slot for a new step; statistics of the step that had it become stale."""
         self.generation += 1
         self.measured, self.updated = measured, updated
+        self._told = None
         self._active = (self._table.rows["flags"] & ACTIVE).astype(bool)
 
     def field(self, name: str) -> Tensor:
         """A 0-dim float64 on the device; a copy, because the slot is written again four steps later."""
+        if self._told is not None and name in _UPDATE_NORMS:
+            return self._told[2][_UPDATE_NORMS.index(name)]
         return self.tensor[RESULT_AT[name]].clone()
 
     def per_row(self) -> np.ndarray[Any, Any]:
@@ -68,7 +77,39 @@ class DeviceStats:
         if self.updated:
             for name, column in (("update_norm", "update"), ("stored_update_norm", "stored"), ("param_norm", "param")):
                 out[name][:] = np.sqrt(np.bincount(at, columns[column], minlength=len(rows)))
+        if self._told is not None:
+            sums, largest = self._told[0].cpu().numpy(), self._told[1].cpu().numpy()
+            for k, name in enumerate(ROW_SUMS):
+                out[name][:] = np.sqrt(sums[:, k]) if k in SQUARES else sums[:, k]
+            out["grad_amax"][:] = largest
         return rows
+
+    def row_sums(self) -> tuple[Tensor, Tensor]:
+        """What its rows add up to: ROW_SUMS of ``distributed.exchange`` ``(n, 6)``, largest magnitudes ``(n,)``.
+
+        On the device; nothing waits.
+        """
+        values = self.tensor
+        n, scale = len(self._active), values[RESULT_AT["grad_scale"]]
+        columns = dict(zip(STAT_COLUMNS, values[RESULT_WIDTH:].reshape(len(STAT_COLUMNS), -1), strict=True))
+        at = torch.from_numpy(self._table.row_of_chunk.astype(np.int64)).to(values.device, non_blocking=True)
+        squares = columns["sumsq"] * torch.exp2(columns["exponent"]) / scale.square()
+        nothing = torch.zeros_like(squares)
+        of_gradient = [squares, columns["nonfinite"], columns["zeros"]] if self.measured else [nothing] * 3
+        of_update = [columns[c] for c in ("update", "stored", "param")] if self.updated else [nothing] * 3
+        of_chunks = torch.stack([*of_gradient, *of_update], dim=1)
+        sums = torch.zeros((n, len(ROW_SUMS)), dtype=torch.float64, device=values.device).index_add_(0, at, of_chunks)
+        amax = columns["amax"] / scale if self.measured else nothing
+        bad = torch.zeros(n, dtype=torch.float64, device=values.device).index_add_(0, at, amax.isnan().double())
+        largest = torch.zeros(n, dtype=torch.float64, device=values.device)
+        largest.scatter_reduce_(0, at, amax.nan_to_num(nan=0.0, posinf=math.inf), "amax")
+        active = torch.from_numpy(self._active.copy()).to(values.device, non_blocking=True)
+        largest = torch.where(bad > 0, math.nan, largest)
+        return torch.where(active.reshape(-1, 1), sums, 0.0), torch.where(active, largest, 0.0)
+
+    def tell(self, sums: Tensor, largest: Tensor, norms: Tensor) -> None:
+        """Values over whole parameters: of each row as :meth:`row_sums`, and the three norms of the update."""
+        self._told = sums, largest, norms
 
 
 def _as_flag(value: Tensor | float | None) -> Tensor | float | None:
@@ -100,6 +141,8 @@ class DevicePart:
                 rows, signatures, layouts, groups, device, multiprocessors, self._backend.SPLIT, tiling
             )
             self._partial = torch.zeros(_PARTIAL, dtype=torch.float64, device=device)
+        self.share: Share | None = None
+        """Whom the parameters of this part are shared with: all of them with the same ranks."""
         self._ring = [DeviceStats(self.table, slot) for slot in range(RING)]
         self._turn = 0
         self.captured = False
@@ -157,11 +200,16 @@ class DevicePart:
             self._backend.partial(self.table, self.stats.address, self._partial)
         return self._partial
 
-    def finish(self, extras: Sequence[Tensor] = (), norm: Tensor | None = None) -> None:
+    def finish(
+        self, extras: Sequence[Tensor] = (), norm: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
         """The decision and the scalars. ``extras``: the partials of gradients that are elsewhere.
 
-        ``norm``: the total norm where it is known already (0-dim float64 on this device).
+        ``norm``: the total norm where it is known already (0-dim float64 on this device). ``found_inf``: what somebody
+        has found, in the place of what :meth:`begin` was asked.
         """
+        if found_inf is not None:
+            self._ask = replace(self._ask, found_inf=self._brought(_as_flag(found_inf)))
         there = None
         if extras:
             there = torch.stack([e.to(self.device, non_blocking=True) for e in extras])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import errors
+from .distributed import shards
 
 Entry = dict[str, Any]
 
@@ -113,7 +114,11 @@ def holds(entry: Entry, key: str, code: Code, p: Tensor, block: int) -> bool:
     found = tuple(entry.get(name) for name in names(key, code))
     wanted = zip(shapes_of(p.shape, code, block), (code.dtype, torch.float32), strict=True)
     return all(
-        type(t) is Tensor and t.shape == shape and t.dtype == dtype and t.is_contiguous() and t.device == p.device
+        type(shards.local(t)) is Tensor
+        and t.shape == shape
+        and t.dtype == dtype
+        and shards.local(t).is_contiguous()
+        and t.device == p.device
         for t, (shape, dtype) in zip(found, wanted, strict=True)
     )
 
@@ -123,8 +128,8 @@ def make(key: str, code: Code, p: Tensor, block: int) -> Entry:
     codes, scale = shapes_of(p.shape, code, block)
     of_codes, of_scale = names(key, code)
     return {
-        of_codes: torch.zeros(codes, dtype=code.dtype, device=p.device),
-        of_scale: torch.zeros(scale, dtype=torch.float32, device=p.device),
+        of_codes: shards.zeros(p, codes, code.dtype),
+        of_scale: shards.zeros(p, scale, torch.float32),
     }
 
 
@@ -159,8 +164,8 @@ def drop(entry: Entry | None, key: str) -> None:
 
 
 def load(entry: Entry, key: str, code: Code, shape: torch.Size) -> Tensor:
-    """The moment in float32, of the parameter's shape."""
-    codes, scale = (entry[name] for name in names(key, code))
+    """The moment in float32, of the parameter's shape (of the local part of a DTensor: that of its local tensor)."""
+    codes, scale = (shards.local(entry[name]) for name in names(key, code))
     x = decode(codes, scale, code).reshape(shape)
     return x * x if code.root else x
 
@@ -169,7 +174,7 @@ def store(entry: Entry, key: str, code: Code, value: Tensor, random: Tensor | No
     """Writes a float32 moment to codes and scales that are there. ``random``: 16 bits each; None rounds to nearest."""
     from .reference import square_root
 
-    codes, scale = (entry[name] for name in names(key, code))
+    codes, scale = (shards.local(entry[name]) for name in names(key, code))
     value = value.contiguous()
     new_codes, new_scale = encode(square_root(value) if code.root else value, code, scale, random)
     codes.copy_(new_codes.reshape(codes.shape))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, errors, masters, quantised
+from .distributed import shards
 
 if TYPE_CHECKING:
     from .offload.engine import Offload
@@ -58,7 +59,7 @@ def ensure_slots(state: dict[str, Any], param: Tensor, keys: Sequence[str], stat
         if value is None:
             state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
             made = True
-        elif dtype is not None and type(value) is Tensor and value.dtype != dtype:
+        elif dtype is not None and type(shards.local(value)) is Tensor and value.dtype != dtype:
             state[key] = value.to(dtype)
     return made
 
@@ -75,6 +76,12 @@ def check_slot(
         raise errors.state_mismatch("type", name, key, "torch.Tensor", type(value).__name__)
     if value.shape != shape:
         raise errors.state_mismatch("shape", name, key, tuple(shape), tuple(value.shape))
+    if shards.is_dtensor(value) != shards.is_dtensor(param):
+        raise errors.state_mismatch("kind", name, key, type(param).__name__, type(value).__name__)
+    if shards.is_dtensor(param):
+        wanted, found = shards.placements_of(param, shape), tuple(value.placements)  # type: ignore[attr-defined]
+        if found != wanted:
+            raise errors.state_mismatch("placements", name, key, wanted, found)
     if value.device != param.device and not anywhere:
         raise errors.state_mismatch("device", name, key, param.device, value.device)
 
@@ -94,6 +101,9 @@ def own_copy(value: Any, param: Tensor, key: str, device: torch.device | None = 
     if not isinstance(value, Tensor):
         return value
     device = param.device if device is None else device
+    if shards.is_dtensor(value) or (shards.is_dtensor(param) and key != "step"):
+        value = shards.distributed(param, value)
+        return value.detach().clone() if value.device == device else value.detach().to(device)
     if key in quantised.ALL_SLOTS:  # in the order of the shape, whatever the parameter's
         return value.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)
     if key == "step" or value.shape != param.shape or type(value) is not Tensor or type(param.data) is not Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -226,23 +227,26 @@ class StepStats:
     def per_param(self) -> dict[Any, ParamStats]:
         """The same for each parameter that had a gradient, by name (optimizers over named parameters) or position.
 
+        Of a DTensor, whole parameters' values, which ranks tell each other with ``stats=True`` alone: without it the
+        gradient's fields of a sharded parameter are None.
+
         Returns Python numbers: this reads the whole buffer and therefore waits for the device once.
         """
         rows = np.concatenate([b.per_row() for b in self._fresh()])
         measured, updated = self._measured, self._updated
         out: dict[Any, ParamStats] = {}
-        for key, row in self._names():
+        for key, row, whole in self._names():
             values = dict(zip(ROW, rows[row].tolist(), strict=True))
             if not values["active"]:
                 continue
             out[key] = ParamStats(
-                grad_norm=values["grad_norm"] if measured else None,
-                grad_amax=values["grad_amax"] if measured else None,
+                grad_norm=values["grad_norm"] if measured and whole else None,
+                grad_amax=values["grad_amax"] if measured and whole else None,
                 update_norm=values["update_norm"] if updated else None,
                 stored_update_norm=values["stored_update_norm"] if updated else None,
                 param_norm=values["param_norm"] if updated else None,
-                all_zero=values["grad_amax"] == 0.0 if measured else None,
-                nonfinite=int(values["nonfinite"]) if measured else None,
+                all_zero=values["grad_amax"] == 0.0 if measured and whole else None,
+                nonfinite=math.ceil(values["nonfinite"] - 1e-6) if measured and whole else None,
             )
         return out
 

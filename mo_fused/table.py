@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch, errors
+from .distributed import shards
 from .factored import FACTORED, TILE, Tiling
 from .layout import walking_order
 
@@ -166,16 +167,22 @@ def check_abi(sizes: dict[str, int]) -> None:
 
 
 @lru_cache(maxsize=1)
-def _exchange() -> tuple[Any, type, type] | None:
+def _interface() -> Any:
     """torch's C exchange interface (2.10 and newer), through which csrc/scan.cpp reads tensors."""
-    capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    if capsule is None or dispatch.native() is None:
-        return None
-    return capsule, Tensor, torch.nn.Parameter
+    return None if dispatch.native() is None else getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def _exchange() -> tuple[Any, type, type, type | None] | None:
+    """What csrc/scan.cpp needs to know of torch."""
+    capsule = _interface()
+    return None if capsule is None else (capsule, Tensor, torch.nn.Parameter, shards.dtensor_type())
 
 
 def scan(items: list[Any], out: np.ndarray[Any, Any]) -> int:
-    """Writes a RECORD for every tensor of the list; returns how many are neither None nor plain tensors."""
+    """Writes a RECORD for every tensor of the list; returns how many are neither None nor plain tensors.
+
+    Of a DTensor it is the record of its local tensor.
+    """
     exchange = _exchange()
     if exchange is not None:
         native = dispatch.native()
@@ -198,19 +205,22 @@ def refresh_rows(
     seen: np.ndarray[Any, Any],
     flags: np.ndarray[Any, Any],
     places: np.ndarray[Any, Any],
+    given: dict[int, Tensor] | None = None,
 ) -> tuple[list[Tensor | None], int]:
     """Writes the present addresses and flags of all rows (csrc/scan.h): the gradients, and what was noticed.
 
-    ROWS_CHANGED says that more than addresses changed since ``seen`` and the rows have to be planned again.
+    ``given``: by row, gradients that stand for those of the parameters. ROWS_CHANGED says that more than addresses changed since ``seen`` and the rows have to be planned again.
     """
     exchange = _exchange()
     if exchange is not None:
         native = dispatch.native()
         assert native is not None
         grads: list[Tensor | None] = [None] * len(params)
+        for i, grad in (given or {}).items():
+            grads[i] = grad
         where = (seen.ctypes.data, flags.ctypes.data, places.ctypes.data, rows.ctypes.data)
         return grads, int(native.refresh_rows(exchange, params, states, keys, has_step, grads, *where))
-    grads = [p.grad for p in params]
+    grads = [(given or {}).get(i, p.grad) for i, p in enumerate(params)]
     now = np.zeros(seen.shape, dtype=RECORD)
     operands: list[list[Any]] = [params, grads, *([s.get(k) for s in states] for k in keys)]
     for at, items in enumerate(operands):
@@ -253,6 +263,7 @@ def same_items(a: list[Any], b: list[Any]) -> bool:
 def _record(tensor: Tensor | None) -> tuple[int, int, int, int, int, int, int]:
     if tensor is None:
         return (0, 0, 0, -1, 0, 0, 0)
+    tensor = shards.local(tensor)
     if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return (0, 1, 0, -1, 0, 0, 0)
     key = (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride())

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .. import masters, quantised, reference
+from ..distributed import shards
 from ..stats import StatsBuffer
 from ..table import DEFERRED, FINISH, MEASURE, UPDATE, Table
 
@@ -143,7 +144,7 @@ def _finish(table: Table, out: StatsBuffer) -> None:
 def _update(
     row: Row, grad: Tensor, hyper: dict[str, float], scale: float, want_sums: bool
 ) -> tuple[float, float, float]:
-    param, entry = row.param, row.state
+    param, entry = row.local, {key: shards.local(value) for key, value in row.state.items()}
     if row.factored:
         old, kept, update = reference.adafactor_step(param, grad, entry, row.slots, hyper, scale)
         return _sums(update, kept - old, kept) if want_sums else (0.0, 0.0, 0.0)
@@ -210,7 +211,8 @@ def _rounding_bits(key: str, row: Row, step: int) -> Tensor | None:
     """16 random bits for each element: half of a draw for each of the two moments, none for a running maximum."""
     if key == "max_exp_avg_sq":
         return None
-    drawn = masters.draw(row.param.shape, masters.step_key(row.stream, step, quantised.STATE_SLOT), row.param.device)
+    shape, device = row.local.shape, row.local.device
+    drawn = masters.draw(shape, masters.step_key(row.stream, step, quantised.STATE_SLOT), device)
     return drawn & 0xFFFF if key == "exp_avg_sq" else drawn >> 16
 
 

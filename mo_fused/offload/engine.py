@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors
+from ..distributed import shards
 from .gradients import HostGradient
 from .homes import DiskHome, Home, HostHome
 from .pipeline import Part, Parts, Pipeline
@@ -89,7 +90,8 @@ class Offload:
         """Decides for all parameters of the groups, and puts a hook on each that is offloaded."""
         from ..optim.formats import Formats
 
-        entries = [(g, p) for g in opt.param_groups for p in g["params"]]
+        # Parts of a DTensor stay where they are.
+        entries = [(g, p) for g in opt.param_groups for p in g["params"] if not shards.is_dtensor(p)]
         params = [p for _, p in entries]
         if len(params) == len(self._known) and all(a is b for a, b in zip(params, self._known, strict=True)):
             return

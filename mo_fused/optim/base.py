@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised
+from ..distributed import shards
 from ..offload.engine import Offload, check_offload
 from ..offload.files import mapped
 from ..request import Request
 from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
-from . import execute
+from . import execute, shared
 from .formats import Formats
 from .planning import Row
 from .rows import RowSet
@@ -113,13 +114,17 @@ def param_name(groups: list[dict[str, Any]], group: int, position: int) -> str |
     return str(names[position - sum(len(g["params"]) for g in groups[:group])]) if names else None
 
 
-def _stats_rows(groups: list[dict[str, Any]], rows: list[Row]) -> list[tuple[Any, int]]:
-    """(name or position, row in the buffer) of each row of a step, in the order of the state_dict.
+def _stats_rows(groups: list[dict[str, Any]], rows: list[Row], told: bool) -> list[tuple[Any, int, bool]]:
+    """(name or position, row in the buffer, whether its values are those of the whole parameter) in the order of the
+    state_dict. ``told``: ranks have told each other about their parts.
 
     No method: statistics that hold the optimizer which holds them would keep its parameters alive.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].position)
-    return [(param_name(groups, rows[i].group, rows[i].position) or rows[i].position, i) for i in order]
+    return [
+        (param_name(groups, rows[i].group, rows[i].position) or rows[i].position, i, told or not rows[i].cut.dims)
+        for i in order
+    ]
 
 
 def run_step(
@@ -128,6 +133,8 @@ def run_step(
     """One step of these rows and what has to be noted after it; where its statistics are."""
     on_devices = bool(rows.devices) or (ask.gated and rows.offloaded is not None and bool(rows.offloaded.on_devices))
     run = execute.device_step if on_devices else execute.host_step
+    if shared.needed(rows, ask):
+        run = shared.shared_step
     on_host_skipped = run(rows, grads, ask, rule, state, groups)
     skipped = on_host_skipped and not rows.devices  # as far as the host knows
     if not rows.devices:
@@ -148,6 +155,8 @@ def _raise_versions(rows: RowSet, grads: list[Tensor | None], clip_in_place: boo
         params = [p for p, g in zip(rows.row_params[first:], grads[first:], strict=True) if g is not None]
         params += [r.param for r, g in zip(rows.host, grads, strict=False) if r.home is not None and g is not None]
         written = grads[first:]
+    if rows.exchange:
+        params = [*params, *(shards.local(p) for p in params if shards.is_dtensor(p))]
     torch.autograd.graph.increment_version(params)
     if clip_in_place:
         torch.autograd.graph.increment_version([g for g in written if g is not None])
@@ -323,14 +332,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             skip_nonfinite=options["skip_nonfinite"],
             stats=options["stats"],
             clip_in_place=options["clip_in_place"],
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            grad_scale=shards.whole(getattr(self, "grad_scale", None)),
+            found_inf=shards.whole(getattr(self, "found_inf", None)),  # of DTensors torch's scaler says it in one
             report=self.__dict__.pop("_found_inf_report", None),
         )
         buffers = run_step(rows, grads, ask, self._rule, self.state, self.param_groups)
         if self._offload is not None:
             self._offload.settle_gradients()
-        names = partial(_stats_rows, self.param_groups, rows.all)
+        names = partial(_stats_rows, self.param_groups, rows.all, options["stats"])
         self.__dict__["_last_step"] = StepStats(buffers, names)
 
     # -- what it tells ------------------------------------------------------------------------------------------------

@@ -28,15 +28,15 @@ Groups = list[dict[str, Any]]
 
 def host_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: Groups) -> bool:
     """A step of rows on the host alone; whether it was skipped."""
-    out = _claim(rows)
-    control = _control(rows, ask)
+    out = claim(rows)
+    control = control_of(rows, ask)
     control["grad_stats_in_update"] = ask.stats and not ask.gated
     if rows.other and ask.measured:
         fallback.measure(rows.table, rows.other, len(rows.host), out)
     if rows.offloaded is not None and ask.measured:
         rows.offloaded.wait_for_taken(grads)
-    _finish_and_update(rows, grads, ask, groups, out, MEASURE if ask.gated else 0)
-    return _after_host(rows, ask, rule, state, groups, out)
+    finish_and_update(rows, grads, ask, groups, out, MEASURE if ask.gated else 0)
+    return after_host(rows, ask, rule, state, groups, out)
 
 
 def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: Groups) -> bool:
@@ -63,9 +63,9 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
             partials += offloaded.measure_on_devices()
     on_host = None
     if rows.host or rows.other:
-        out = _claim(rows)
-        control = _control(rows, ask)
-        on_host = _measure_host(rows, grads, out) if ask.measured else None
+        out = claim(rows)
+        control = control_of(rows, ask)
+        on_host = measure_host(rows, grads, out) if ask.measured else None
     for i, part in enumerate(parts):
         elsewhere = [p for j, p in enumerate(partials) if j != i]
         if on_host is not None:
@@ -87,10 +87,10 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
         out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
         if offloaded is not None:
             offloaded.note_measured(out, scale)
-    _finish_and_update(rows, grads, ask, groups, out, 0)
+    finish_and_update(rows, grads, ask, groups, out, 0)
     for part in parts if late else ():
         part.update()
-    skipped = _after_host(rows, ask, rule, state, groups, out)
+    skipped = after_host(rows, ask, rule, state, groups, out)
     rows.settle(skipped, grads)
     return skipped
 
@@ -101,7 +101,7 @@ def buffers(rows: RowSet) -> list[Buffer]:
     return [*devices, rows.ring[rows.turn]] if rows.host or rows.other or not devices else devices
 
 
-def _claim(rows: RowSet) -> StatsBuffer:
+def claim(rows: RowSet) -> StatsBuffer:
     rows.turn = (rows.turn + 1) % len(rows.ring)
     out = rows.ring[rows.turn]
     out.claim()
@@ -109,7 +109,7 @@ def _claim(rows: RowSet) -> StatsBuffer:
     return out
 
 
-def _control(rows: RowSet, ask: Request) -> Any:
+def control_of(rows: RowSet, ask: Request) -> Any:
     rows.table.reset_control()
     control = rows.table.control
     control["rule"] = ask.rule
@@ -122,7 +122,7 @@ def _control(rows: RowSet, ask: Request) -> Any:
     return control
 
 
-def _finish_and_update(
+def finish_and_update(
     rows: RowSet, grads: list[Tensor | None], ask: Request, groups: Groups, out: StatsBuffer, first: int
 ) -> None:
     """The decision and pass 2 of the host's rows. ``first``: phases that come before."""
@@ -160,7 +160,7 @@ def _run_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> Non
         cpu.run(rows.table)
 
 
-def _measure_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> list[float]:
+def measure_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> list[float]:
     """Pass 1 of the host's rows and torch's: (sum of squares, its exponent, largest magnitude, non-finite, zeros)."""
     control = rows.table.control
     scale = float(control["grad_scale"][0])
@@ -182,7 +182,7 @@ def _measure_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) ->
     return [fraction * fraction, 2.0 * exponent, out["grad_amax"] * scale, out["nonfinite"], out["zeros"]]
 
 
-def _after_host(rows: RowSet, ask: Request, rule: Rule, state: Any, groups: Groups, out: StatsBuffer) -> bool:
+def after_host(rows: RowSet, ask: Request, rule: Rule, state: Any, groups: Groups, out: StatsBuffer) -> bool:
     skipped = bool(out["skipped"])
     if not skipped:
         if rows.other:

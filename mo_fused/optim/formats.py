@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised
+from ..distributed import shards
 from ..offload.homes import SlotForm
 from ..state import STATE_DTYPES
 from ..table import MASTER, SCALE0, STATE0
@@ -52,7 +53,7 @@ class Formats:
     def block_of(self, p: Tensor) -> int:
         """Elements of a parameter whose moments share a scale; 0 where moments are not quantised."""
         kept = self.state_dtype
-        return quantised.block_of(p, kept) if kept in quantised.QUANTISED else 0
+        return quantised.block_of(p, kept) if kept in quantised.QUANTISED and shards.cut_of(p).in_order else 0
 
     def slots(self, moments: tuple[str, ...], p: Tensor) -> tuple[str, ...]:
         """The entries that hold these moments, and the one of the rest of the parameter's weights if there is one."""
@@ -108,6 +109,8 @@ class Formats:
             return ""
         if self.block_of(p) or p.is_complex():
             return ""
+        if not shards.cut_of(p).in_order:
+            return "; moments in fp32: its parts are not whole slices of dimension 0"
         width = p.numel() // p.shape[0]
         what = f"slices of {width} elements have no blocks of {quantised.SMALLEST_BLOCK}"
         return f"; moments in fp32: {what if p.dtype != torch.float64 else 'the parameter is float64'}"
@@ -126,7 +129,8 @@ class Formats:
             expand_one(entry, key, p, torch.float32)
             value, found = entry.get(key), quantised.make(key, code, p, block)
             if value is not None:
-                quantised.store(found, key, code, value.detach().to(p.device, torch.float32), None)
+                here = shards.local(value.detach())
+                quantised.store(found, key, code, here.to(p.device, torch.float32), None)
             take_out(entry, [key])  # now that the new one is there
             entry.update(found)
             made |= value is None
@@ -175,11 +179,13 @@ class Formats:
         if found == slot and (slot is None or entry[slot].dtype == dtype):
             return
         of_found = None if found is None else _mode_of(found, entry[found], p)
-        weights = p.detach().float() if of_found is None else masters.load(p, entry[str(found)], of_found)
+        here = shards.local(p.detach())
+        kept = None if found is None else shards.local(entry[found])
+        weights = here.float() if of_found is None else masters.load(here, kept, of_found)
         self.drop(entry)
         if slot is not None:
             entry[slot] = rest = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-            masters.keep(weights, p, rest, mode)
+            masters.keep(weights, here, shards.local(rest), mode)
 
 
 def _mode_of(slot: str, rest: Any, p: Tensor) -> str | None:
@@ -195,7 +201,8 @@ def expand_one(entry: dict[str, Any], key: str, p: Tensor, dtype: torch.dtype) -
     """A slot that is there in codes becomes the plain slot."""
     code = quantised.find(entry, key)
     if code is not None:
-        entry[key] = quantised.load(entry, key, code, p.shape).to(p.device, dtype)
+        here = quantised.load(entry, key, code, shards.local(p).shape).to(p.device, dtype)
+        entry[key] = shards.like(p, here, p.shape)
     quantised.drop(entry, key)
 
 

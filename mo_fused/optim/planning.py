@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised, state
+from ..distributed import shards
 from ..layout import Plan, dense_in_one_order, walking_order
 from ..offload.files import OnDisk
 from ..offload.homes import Home, row_major
@@ -18,6 +19,7 @@ from ..table import OPERANDS, RECORD, scan
 from .formats import MASTER_SLOTS, Formats, expand
 
 if TYPE_CHECKING:
+    from ..distributed.ranks import Share
     from .base import FusedOptimizer
 
 
@@ -46,6 +48,13 @@ class Row:
     dense: bool = False  # parameter and gradient lie without gaps in this order
     measured_by: str = ""  # the backend of the parameter's device; none where the gradient was taken to the host
     grad_dtype: torch.dtype = torch.float32
+    share: Share | None = None  # whom the parameter is shared with
+    cut: shards.Cut = field(default_factory=lambda: shards.cut_of(torch.empty(0)))
+
+    @property
+    def local(self) -> Tensor:
+        """What of the parameter is in this process: all of a plain one."""
+        return shards.local(self.param)  # type: ignore[no-any-return]
 
 
 class RowPlanner:
@@ -66,11 +75,14 @@ class RowPlanner:
             group = optimizer.param_groups[g]
             name = optimizer._name(g, position)
             self._rule.refuse(p, grad)
+            if shards.is_dtensor(grad) != shards.is_dtensor(p):
+                raise errors.grad_mismatch("kind", name, type(p).__name__, type(grad).__name__)
             if grad.shape != p.shape:
                 raise errors.grad_mismatch("shape", name, tuple(p.shape), tuple(grad.shape))
             if grad.device != p.device and grad is p.grad:
                 raise errors.grad_mismatch("device", name, p.device, grad.device)
-            if self._clip_in_place and type(grad) is Tensor and walking_order([grad], written=(0,)).overlapping:
+            here = shards.local(grad)
+            if self._clip_in_place and type(here) is Tensor and walking_order([here], written=(0,)).overlapping:
                 raise errors.overlapping_tensor()
             self._formats.refuse(p, name)
             entry = optimizer.state.get(p) or {}
@@ -83,8 +95,9 @@ class RowPlanner:
                     state.check_slot(entry, p, key, name, self._rule.slot_shape(key, p), anywhere)
             for key in moments:
                 quantised.check(entry, key, p.shape, name)
-            if type(p) in (Tensor, torch.nn.Parameter) and p.layout is torch.strided:
-                if walking_order([p], written=(0,)).overlapping:
+            here = shards.local(p)
+            if type(here) in (Tensor, torch.nn.Parameter) and here.layout is torch.strided:
+                if walking_order([here], written=(0,)).overlapping:
                     raise errors.overlapping_tensor()
 
     def still_good(
@@ -108,11 +121,15 @@ class RowPlanner:
         return self._formats.slots(self._rule.slots(group, p), p)
 
     def row(self, optimizer: FusedOptimizer, position: int, g: int, p: Tensor, grad: Tensor) -> Row:
-        """The row of a parameter that has a gradient; its state is made, converted or moved where that is needed."""
+        """The row of a parameter that has a gradient; its state is made, converted or moved where that is needed.
+
+        Of a DTensor ``grad`` is a local tensor, and so is what its row works on.
+        """
         group = optimizer.param_groups[g]
         slots = self._slots(group, p)
         row = Row(position, g, p, {}, slots, self._rule.has_step, self._rule.factored, self._formats.mode_of(p))
         row.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
+        row.cut = shards.cut_of(p)
         row.backend, row.reason = self.choose(group, p, grad)
         if row.backend == "torch":
             self.leave_to_torch(row, row.reason, optimizer.state.get(p))
@@ -133,13 +150,13 @@ class RowPlanner:
             made = self._settle(row, row.home, optimizer.state, group)
         row.fresh = made and self._rule.copies_first
         row.reason += self._formats.why_not(p)
-        operands: list[Tensor | None] = [p, grad, None, None, None, None]
+        operands: list[Tensor | None] = [row.local, grad, None, None, None, None]
         dtypes = [dispatch.FLOATS.get(t.dtype, -1) for t in (p, grad)] + [-1] * 4
         for slot in slots:
             place = self._formats.place(slot, self._rule)
             if place < OPERANDS:
                 in_file = row.state.extents if isinstance(row.state, OnDisk) else {}
-                value = in_file[slot] if slot in in_file else row.state[slot]
+                value = in_file[slot] if slot in in_file else shards.local(row.state[slot])
                 dtypes[place] = self._formats.code(slot, value.dtype)
                 operands[place] = value if isinstance(value, Tensor) else None
         if row.home is not None:  # pieces of states come in the row's order
@@ -169,7 +186,7 @@ class RowPlanner:
             self.leave_to_torch(row, "its storage cannot be read as plain memory", row.state)
             return row
         row.key = key
-        row.plan = Plan(p.numel(), tuple(dtypes), order.layout, block)  # type: ignore[arg-type]
+        row.plan = Plan(row.local.numel(), tuple(dtypes), order.layout, block)  # type: ignore[arg-type]
         return row
 
     def _settle(self, row: Row, home: Home, states: Any, group: dict[str, Any]) -> bool:
@@ -228,14 +245,15 @@ class RowPlanner:
         for what, t in (("parameter", p), ("gradient", grad)):
             if t.layout is not torch.strided:
                 return "torch", f"the {what} is sparse"
+            t = shards.local(t)
             if type(t) not in (Tensor, torch.nn.Parameter):
                 return "torch", f"the {what} is a {type(t).__name__}, a tensor subclass"
             if t.dtype not in dispatch.FLOATS:
                 return "torch", f"the {what} is {t.dtype}"
             if t.is_neg():
                 return "torch", f"the {what} is a lazily negated view"
-        choice = dispatch.choose(p, self._backend)
-        return choice.backend, choice.reason
+        choice = dispatch.choose(shards.local(p), self._backend)
+        return choice.backend, choice.reason + (", on the local part" if shards.is_dtensor(p) else "")
 
 
 def _layouts(p: Tensor, grad: Tensor | None, row: Row) -> list[int] | None:

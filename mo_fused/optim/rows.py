@@ -18,6 +18,8 @@ from torch import Tensor
 from .. import dispatch, errors, masters, quantised
 from ..device_part import DevicePart
 from ..device_table import chunk_elements
+from ..distributed import shards
+from ..distributed.exchange import Exchange
 from ..factored import HOST, Tiling, device_limits
 from ..layout import Plan
 from ..offload.step import OffloadedRows
@@ -47,6 +49,7 @@ from .overlaps import sharing
 from .planning import Row, RowPlanner
 
 if TYPE_CHECKING:
+    from ..distributed.ranks import Share
     from .base import FusedOptimizer
 
 
@@ -65,7 +68,13 @@ class RowSet:
         self._state: Any = None
         self._states: list[Any] = []
         self._cache: dict[int, Row] = {}
-        self._on_device: dict[tuple[torch.device, str], list[Row]] = {}
+        self._partition: Any = optimizer.__dict__.get("_partition")
+        self._dtensors: list[Tensor] = []
+        self._specs: list[Any] = []
+        self._settled: dict[int, Tensor] = {}
+        self._distributed: list[int] = []  # rows of the kernels whose parameters are DTensors
+        self.exchange = Exchange([], self._partition)
+        self._on_device: dict[tuple[torch.device, str, Share | None], list[Row]] = {}
         self.devices: list[DevicePart] = []
         self._fresh: dict[int, FreshSlot] = {}
         self._captured: list[DevicePart] = []
@@ -95,12 +104,18 @@ class RowSet:
         values = [self._rule.values(g) for g in groups]
         changed = not same_values(values, self._values)
         structure = [self._rule.structure(g) for g in groups] if changed else self._structure
+        same = same_items(params, self._params)
+        if not same:
+            self._dtensors = [p for p in params if shards.is_dtensor(p)]
+        if self._dtensors:
+            self._settle_gradients()
         known = (
-            same_items(params, self._params)
+            same
             and [len(g["params"]) for g in groups] == self._sizes
             and structure == self._structure
             and optimizer.state is self._state
             and same_items(list(optimizer.state.values()), self._states)
+            and same_items([p._spec for p in self._dtensors], self._specs)  # type: ignore[attr-defined]
             # A parameter with a first gradient gets its row, and its state, now.
             and all(self._grad(p) is None for p in self._unseen)
         )
@@ -121,12 +136,30 @@ class RowSet:
         """The parameter's gradient, which may be on the host while the parameter is not."""
         return p.grad if self._offload is None else self._offload.gradient(p)
 
+    def _settle_gradients(self) -> None:
+        """Gradients of DTensors that do not lie as their parameters do, as they should: once a step, on every rank.
+
+        Whether rows are planned again is each rank's own business, so nothing that communicates depends on it.
+        """
+        self._settled = {}
+        for p in self._dtensors:
+            grad = p.grad
+            # One that is not a DTensor is refused when it is validated.
+            if grad is None or not shards.is_dtensor(grad) or shards.is_settled(p, grad):
+                continue
+            self._settled[id(p)] = grad = shards.settled(p, grad)
+            if self._clip_in_place:  # which writes to it
+                p.grad = grad
+
     def plan_again(self) -> None:
         """The next step looks at every parameter anew."""
         self._sizes = []
 
     def _update_addresses(self) -> list[Tensor | None] | None:
         """Looks at all operands of the native rows; their gradients, or None when more than addresses changed."""
+        given = {
+            i: self._settled[id(p)] for i in self._distributed if id(p := self.row_params[i]) in self._settled
+        }
         grads, noticed = refresh_rows(
             self.rows,
             self.row_params,
@@ -136,9 +169,14 @@ class RowSet:
             self._seen,
             self._flags,
             self._places,
+            given,
         )
         if noticed & ROWS_CHANGED:
             return None
+        for i in self._distributed:
+            if grads[i] is not None and not shards.is_dtensor(grads[i]):
+                return None
+            grads[i] = shards.local(grads[i])
         if self.offloaded is not None:
             if not self._add_taken(grads) or self.offloaded.has_moved():
                 return None
@@ -223,7 +261,11 @@ class RowSet:
             self._offload.look_again()
         of_group = chain.from_iterable([g] * len(group["params"]) for g, group in enumerate(groups))
         entries = [(i, g, p, self._grad(p)) for i, (g, p) in enumerate(zip(of_group, params, strict=True))]
+        entries = [entry for entry in entries if not shards.is_elsewhere(entry[2])]
         self.planner.validate(optimizer, entries)
+        self._dtensors = [p for p in params if shards.is_dtensor(p)]
+        self._specs = [p._spec for p in self._dtensors]  # type: ignore[attr-defined]
+        self.exchange = Exchange(params, self._partition)
         cache: dict[int, Row] = {}
         rows: list[Row] = []
         unseen: list[Tensor] = []
@@ -234,6 +276,8 @@ class RowSet:
                 old = self._cache.get(id(p))
                 if old is not None and old.param is not p:
                     old = None
+                if grad is not None and shards.is_dtensor(p):
+                    grad = shards.local(self._settled.get(id(p), grad))
                 if old is not None and self.planner.still_good(old, optimizer, g, p, grad, structure[g]):
                     old.position, old.group = position, g
                     old.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
@@ -245,6 +289,7 @@ class RowSet:
                     row = self.planner.row(optimizer, position, g, p, grad)
                     row.structure = structure[g]
                     self._keep_freshness(row)
+                row.share = None if row.backend == "torch" else self.exchange.share_of(p)
                 cache[id(p)] = row
                 rows.append(row)
         except BaseException:
@@ -265,7 +310,7 @@ class RowSet:
         self._on_device = {}
         for r in rows:
             if r.backend in dispatch.ON_DEVICE:
-                self._on_device.setdefault((r.param.device, r.backend), []).append(r)
+                self._on_device.setdefault((r.local.device, r.backend, r.share), []).append(r)
         on_devices = list(chain.from_iterable(self._on_device.values()))
         self.native = [*self.host, *on_devices]
         self.all = [*on_devices, *self.host, *self.other]  # in the order of execute.buffers
@@ -300,7 +345,7 @@ class RowSet:
             (i, t)
             for i, row in enumerate(rows)
             if row.plan is not None and row.plan.numel
-            for t in (row.param, *(dict.get(row.state, k) for k in row.slots))
+            for t in (row.local, *(shards.local(dict.get(row.state, k)) for k in row.slots))
             if t is not None  # in a file
         ]
         for pair in sharing(written):
@@ -313,6 +358,7 @@ class RowSet:
         n = len(self.native)
         self.row_params = [r.param for r in self.native]
         self._row_states = [r.state for r in self.native]
+        self._distributed = [i for i, r in enumerate(self.native) if shards.is_dtensor(r.param)]
         used = {k for r in self.native for k in r.slots}
         known = (*self._rule.all_slots, *quantised.ALL_SLOTS, *MASTER_SLOTS)
         self._slot_keys = tuple(k for k in known if k in used)
@@ -339,7 +385,7 @@ class RowSet:
         self._captured += [part for part in self.devices if part.captured]
         self.devices = []
         first = h
-        for (device, backend), rows in self._on_device.items():
+        for (device, backend, share), rows in self._on_device.items():
             last = first + len(rows)
             mine = plans[first:last]
             signatures = [plan.dtypes[:5] for plan in mine]
@@ -352,6 +398,7 @@ class RowSet:
                 backend,
                 self._tiling(rows, on_device=True),
             )
+            part.share = share
             self.devices.append(part)
             first = last
         self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)
@@ -360,6 +407,8 @@ class RowSet:
             self._seen[:, i] = [places.get(key, 0) for key in ("param", "grad", *self._keys)]
         self._known_params = np.full((2, n), -1, dtype=np.int64)
         self._hyper_written = False
+        shares = list(dict.fromkeys(r.share for r in self.host))
+        self.host_shares = [(s, np.flatnonzero([r.share == s for r in self.host])) for s in shares]
         self.eager = any(r.backend == "eager" for r in self.host)
         self.ring = [StatsBuffer(h + len(self.other)) for _ in range(RING)]
         self.turn = 0
@@ -372,9 +421,9 @@ class RowSet:
         if not self._rule.factored:
             return None
         sizes = [8 if r.param.dtype == torch.float64 else 4 for r in rows]
-        elements = sum(r.param.numel() for r in rows)
+        elements = sum(r.local.numel() for r in rows)
         limits = device_limits(elements, chunk_elements(elements)) if on_device else HOST
-        return Tiling([tuple(r.param.shape) for r in rows], sizes, limits)
+        return Tiling([tuple(r.local.shape) for r in rows], sizes, limits)
 
     # -- after a step -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from .. import errors, reference, state
+from ..distributed import shards
 from ..offload.homes import SlotForm
 from ..table import HYPER
 
@@ -209,12 +210,12 @@ class AdafactorRule:
                 dtype = compute if state_dtype is None else state.STATE_DTYPES[state_dtype]
                 if value is None:
                     entry[key] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-                elif state_dtype is not None and type(value) is Tensor and value.dtype != dtype:
+                elif state_dtype is not None and type(shards.local(value)) is Tensor and value.dtype != dtype:
                     entry[key] = value.to(dtype)
             elif value is None:
-                entry[key] = torch.zeros(self.slot_shape(key, p), dtype=compute, device=p.device)
-            elif type(value) is Tensor and (value.dtype != compute or not value.is_contiguous()):
-                entry[key] = value.to(compute).contiguous()
+                entry[key] = shards.zeros(p, self.slot_shape(key, p), compute)
+            elif type(here := shards.local(value)) is Tensor and (here.dtype != compute or not here.is_contiguous()):
+                entry[key] = shards.like(p, here.to(compute).contiguous(), value.shape)
         return False
 
     def structure(self, group: Group) -> tuple[bool, bool]:

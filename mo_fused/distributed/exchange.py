@@ -1,0 +1,191 @@
+"""What the ranks tell each other in a step: totals over gradients before the decision, norms of updates after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import ranks, shards
+from .ranks import Ranks, Share
+
+RECORD = 5
+"""Numbers of a total: sum of squares, its power of two, largest magnitude, non-finite and zero elements."""
+ROW_SUMS = ("grad_norm", "nonfinite", "zeros", "update_norm", "stored_update_norm", "param_norm")
+"""Fields of a row whose values (of norms: squares) are added up over the parts of a parameter."""
+SQUARES = (0, 3, 4, 5)
+"""Those of them that are norms."""
+
+Partial = Tensor | Sequence[float]
+
+
+class Exchange:
+    """The shares that parameters belong to, and the ranks of each.
+
+    Args:
+        params: all parameters, also those without a gradient: the same on every rank of a mesh, in the same order.
+        partition: process group whose ranks have plain parameters of their own each (ZeRO-1), or None.
+    """
+
+    def __init__(self, params: Iterable[Tensor], partition: Any = None) -> None:
+        self._ranks: dict[tuple[int, ...], Ranks] = {}
+        self._shares: dict[int, Share] = {}
+        self._place: dict[int, int] = {}
+        self.plain: Share | None = None
+        """What plain parameters belong to; None: they are the same on all ranks, or nobody else's."""
+        counts: dict[tuple[int, ...], int] = {}
+        meshes: dict[Any, Ranks] = {}
+        for p in params:
+            if not shards.is_dtensor(p) or shards.is_elsewhere(p) or id(p) in self._shares:
+                continue
+            mesh = p.device_mesh  # type: ignore[attr-defined]
+            if mesh not in meshes:
+                found = ranks.of_mesh(mesh)
+                meshes[mesh] = self._ranks.setdefault(found.members, found)
+            members = meshes[mesh].members
+            self._shares[id(p)] = Share(members, shards.cut_of(p).replicas)
+            self._place[id(p)] = counts.get(members, 0)
+            counts[members] = counts.get(members, 0) + 1
+        self._counts = counts
+        if partition is not None:
+            found = ranks.of_group(partition)
+            self._ranks.setdefault(found.members, found)
+            self.plain = Share(found.members, 1, sharded=False)
+        known = dict.fromkeys(self._shares.values())
+        # Smaller sets first, all processes in one order: nobody waits for somebody who waits, and what the last knows
+        # of the others' gradients, the larger sets learn too.
+        self._order = sorted(self._ranks.values(), key=lambda r: (r.size, r.members))
+        self._of_ranks = {
+            r.members: sorted((s for s in [*known, *filter(None, [self.plain])] if s.members == r.members), key=_key)
+            for r in self._order
+        }
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def share_of(self, p: Tensor) -> Share | None:
+        """What a parameter belongs to; None: it is this process's alone, or the same on all."""
+        return self._shares.get(id(p), self.plain if not shards.is_dtensor(p) else None)
+
+    def ranks_of(self, share: Share) -> Ranks:
+        """Those that the parameters of a share are cut among."""
+        return self._ranks[share.members]
+
+    # -- before the decision ------------------------------------------------------------------------------------------
+
+    def totals(
+        self, partials: Mapping[Share | None, Sequence[Partial]], found_inf: Tensor | float | None, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Collective: (records of everything, shape ``(n, 5)``, whose sum are the totals; whether anybody has found_inf).
+
+        ``partials``: records of this process by the share of their parameters; of None (plain, replicated parameters)
+        they are taken as they are. Results are float64 on ``device``, and nothing waits for it.
+        """
+        given = _flag(found_inf, device)
+        plain = _stacked(partials.get(None, ()), device)
+        elsewhere = plain[:, 3].sum()  # non-finite elements that not all ranks may have
+        out = [plain]
+        for r in self._order:
+            mine = [combined(_stacked(partials.get(s, ()), device)) for s in self._of_ranks[r.members]]
+            own = torch.cat([*mine, torch.stack([given, elsewhere])])
+            every = r.gathered(own)
+            given = every[:, -2].amax()
+            elsewhere = every[:, -1].amax()
+            records = every[:, :-2].reshape(r.size, -1, RECORD)
+            out.append((records * self._weights(r, device)).reshape(-1, RECORD))
+            elsewhere = elsewhere + records[..., 3].sum()
+        others = torch.zeros((1, RECORD), dtype=torch.float64, device=device)
+        # A plain gradient that should be the same everywhere is not: nobody steps on what one of them has seen.
+        counted = torch.cat(out)[:, 3].sum()
+        others[0, 3] = torch.where(counted == 0, elsewhere, 0.0)
+        return torch.cat([*out, others]), given
+
+    def _weights(self, r: Ranks, device: torch.device) -> Tensor:
+        """Replicas are counted once, as their mean."""
+        parts = [1.0 / s.replicas for s in self._of_ranks[r.members]]
+        return torch.tensor([[w, 1.0, 1.0, w, w] for w in parts], dtype=torch.float64, device=device)
+
+    # -- after the update ---------------------------------------------------------------------------------------------
+
+    def whole_rows(self, params: Sequence[Tensor], sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """Collective: what the rows of ``params`` are over all parts of their parameters, (sums, largest).
+
+        ``sums``: ``(n, 6)`` as ROW_SUMS, squares for norms; ``largest``: ``(n,)``, magnitudes. Rows of plain parameters
+        come back as they are. Parameters of a mesh that have no row here (no gradient) take part as zeros.
+        """
+        sums, largest = sums.clone(), largest.clone()
+        for r in self._order:
+            n = self._counts.get(r.members, 0)
+            if not n:
+                continue
+            mine = [i for i, p in enumerate(params) if (s := self._shares.get(id(p))) and s.members == r.members]
+            index = torch.tensor(mine, dtype=torch.int64, device=sums.device)
+            place = torch.tensor([self._place[id(params[i])] for i in mine], dtype=torch.int64, device=sums.device)
+            nan = largest[index].isnan()
+            table = torch.zeros((n, len(ROW_SUMS) + 1), dtype=torch.float64, device=sums.device)
+            table[place, :-1] = sums[index]
+            table[place, -1] = nan.double()
+            tops = torch.zeros(n, dtype=torch.float64, device=sums.device)
+            tops[place] = torch.where(nan, math.inf, largest[index])
+            table, tops = r.add(table), r.largest(tops)
+            replicas = torch.tensor([self._shares[id(params[i])].replicas for i in mine], device=sums.device)
+            found = table[place]
+            sums[index] = found[:, :-1] / replicas.reshape(-1, 1)
+            largest[index] = torch.where(found[:, -1] > 0, math.nan, tops[place])
+        return sums, largest
+
+    def partition_sums(self, values: Tensor) -> Tensor:
+        """Collective: sums over the ranks that have plain parameters of their own each; as they are without such."""
+        return values if self.plain is None else self._ranks[self.plain.members].add(values)
+
+
+def _key(share: Share) -> tuple[bool, int]:
+    return share.sharded, share.replicas
+
+
+def _flag(found_inf: Tensor | float | None, device: torch.device) -> Tensor:
+    if isinstance(found_inf, Tensor):
+        return (found_inf.detach().reshape(()) != 0).to(device, torch.float64)
+    return torch.tensor(float(bool(found_inf)), dtype=torch.float64, device=device)
+
+
+def _stacked(partials: Sequence[Partial], device: torch.device) -> Tensor:
+    """Records as one tensor, shape ``(n, 5)``."""
+    items = [
+        x.to(device, torch.float64) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64, device=device)
+        for x in partials
+    ]
+    return torch.stack(items) if items else torch.zeros((0, RECORD), dtype=torch.float64, device=device)
+
+
+def combined(records: Tensor) -> Tensor:
+    """Several records as one, shape ``(5,)``; nothing waits."""
+    if len(records) == 1:
+        return records[0]
+    if not len(records):
+        return records.new_zeros(RECORD)
+    none = float(-(1 << 20))
+    exponents = torch.where(records[:, 0] != 0, records[:, 1], none)
+    top = exponents.amax()
+    top = torch.where(top == none, 0.0, top)
+    shift = torch.clamp(records[:, 1] - top, -2000.0, 0.0)
+    half = (shift / 2).trunc()
+    sums = records[:, 0] * torch.exp2(half) * torch.exp2(shift - half)
+    amax = records[:, 2].amax()  # a NaN stays
+    return torch.stack([sums.sum(), top, amax, records[:, 3].sum(), records[:, 4].sum()])
+
+
+def record_of(norms: np.ndarray[Any, Any], scale: float) -> tuple[float, float]:
+    """(sum of squares, its power of two) of some norms, each times ``scale``."""
+    with np.errstate(all="ignore"):
+        if not len(norms):
+            return 0.0, 0.0
+        top = float(norms.max())
+        if not math.isfinite(top) or top == 0.0:
+            return float(np.square(norms).sum()), 0.0
+        exponent = math.frexp(top * scale)[1] if math.isfinite(top * scale) else math.frexp(top)[1]
+        return float(np.square(np.ldexp(norms * scale, -exponent)).sum()), 2.0 * exponent

@@ -1,0 +1,211 @@
+"""What of a tensor is in this process: a DTensor (FSDP2, tensor parallelism) has a local part, any other is all there.
+
+A DTensor cannot exist before ``torch.distributed.tensor`` is imported, which takes a while: nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def dtensor_type() -> type | None:
+    """``torch.distributed.tensor.DTensor`` if anything has imported it, else None."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return getattr(module, "DTensor", None)
+
+
+def is_dtensor(t: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    if type(t) in _PLAIN:
+        return False
+    found = dtensor_type()
+    return found is not None and isinstance(t, found)
+
+
+def local(t: Any) -> Any:
+    """What of a tensor is in this process: of a DTensor its local tensor, without autograd; anything else as it is."""
+    return t._local_tensor if is_dtensor(t) else t
+
+
+def whole(t: Any) -> Any:
+    """All of a DTensor as a plain tensor (this communicates); anything else as it is."""
+    return t.full_tensor() if is_dtensor(t) else t
+
+
+def settled(p: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of a DTensor as a DTensor that lies as the parameter does, whose local tensor is there.
+
+    Gradients of replicated parameters may still be sums over ranks that nobody has added up (Partial placements): all
+    ranks have to ask for them then.
+    """
+    if grad._spec is not p._spec and grad.placements != p.placements:  # type: ignore[attr-defined]
+        grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    here = grad._local_tensor  # type: ignore[attr-defined]
+    if type(here) in _PLAIN:
+        return grad
+    return like(p, here.wait(), p.shape)  # a result that a collective is still working on
+
+
+def is_settled(p: Tensor, grad: Tensor) -> bool:
+    """Whether the gradient of a DTensor can be used as it is."""
+    return (
+        is_dtensor(grad)
+        and (grad._spec is p._spec or grad.placements == p.placements)  # type: ignore[attr-defined]
+        and type(grad._local_tensor) in _PLAIN  # type: ignore[attr-defined]
+    )
+
+
+def is_elsewhere(p: Tensor) -> bool:
+    """Whether this process has no part in the parameter's mesh, and so nothing to step."""
+    return is_dtensor(p) and p.device_mesh.get_coordinate() is None  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a DTensor is cut into the parts that the ranks of its mesh hold."""
+
+    dims: tuple[int, ...]
+    """Dimensions of the tensor along which it is cut."""
+    in_order: bool
+    """The local part is a run of slices of dimension 0, so of consecutive elements of the whole (or it is the whole)."""
+    offset: int
+    """Index in the whole of the first element here; where parts are not in order, a number apart for each part."""
+    replicas: int
+    """Ranks that hold the same part."""
+
+
+_WHOLE = Cut(dims=(), in_order=True, offset=0, replicas=1)
+
+
+def cut_of(p: Tensor) -> Cut:
+    """How a parameter is cut; a plain tensor is not."""
+    if not is_dtensor(p):
+        return _WHOLE
+    mesh, placements = p.device_mesh, tuple(p.placements)  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    return _cut(tuple(p.shape), tuple(mesh.shape), placements, None if coordinate is None else tuple(coordinate))
+
+
+@lru_cache(maxsize=4096)
+def _cut(
+    shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Any, ...], coordinate: tuple[int, ...] | None
+) -> Cut:
+    dims = tuple(sorted({_dim(x, shape) for x in placements if hasattr(x, "dim")}))
+    replicas, part = 1, 0
+    for n, x, at in zip(mesh, placements, coordinate or [0] * len(mesh), strict=True):
+        if hasattr(x, "dim"):
+            part = part * n + at
+        else:
+            replicas *= n
+    numel = torch.Size(shape).numel()
+    if coordinate is None or not dims:
+        return Cut(dims, True, 0, replicas)
+    if dims != (0,):
+        return Cut(dims, False, part * numel, replicas)
+    slices = torch.arange(shape[0])
+    for n, x, at in zip(mesh, placements, coordinate, strict=True):
+        if hasattr(x, "dim"):
+            slices = _part(slices, n, at, int(getattr(x, "split_factor", 1)))
+    first = int(slices[0]) if len(slices) else 0
+    in_order = not len(slices) or int(slices[-1]) - first + 1 == len(slices)
+    width = numel // max(1, shape[0])
+    return Cut(dims, in_order, first * width if in_order else part * numel, replicas)
+
+
+def _dim(placement: Any, shape: tuple[int, ...]) -> int:
+    return int(placement.dim) % max(1, len(shape))
+
+
+def _part(slices: Tensor, ranks: int, rank: int, split_factor: int) -> Tensor:
+    """One rank's slices: a chunk, or a chunk of each of ``split_factor`` pieces (FSDP over tensor parallelism)."""
+    pieces = slices.chunk(split_factor) if len(slices) else ()
+    chunks = [piece.chunk(ranks) for piece in pieces]
+    mine = [c[rank] for c in chunks if rank < len(c)]
+    return torch.cat(mine) if mine else slices[:0]
+
+
+def zeros(p: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """Zeros of a shape whose dimensions are cut as the parameter's are; dimensions of size 1 are not.
+
+    ``shape`` is that of the whole. Of a DTensor a DTensor, of any other a plain tensor.
+    """
+    if not is_dtensor(p):
+        return torch.zeros(tuple(shape), dtype=dtype, device=p.device if device is None else device)
+    here = list(shape)
+    for dim in range(len(here)):
+        if dim < p.dim() and here[dim] == p.shape[dim]:
+            here[dim] = local(p).shape[dim]
+    return like(p, torch.zeros(here, dtype=dtype, device=local(p).device), shape)
+
+
+def like(p: Tensor, here: Tensor, shape: Sequence[int]) -> Tensor:
+    """A local tensor as the part in this process of a DTensor of this shape that lies as the parameter does.
+
+    Dimensions that are not the parameter's size are not cut. Next to a plain parameter the tensor as it is.
+    """
+    if not is_dtensor(p):
+        return here
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    shape = torch.Size(shape)
+    meta = TensorMeta(shape, _row_major(shape), here.dtype)
+    spec = DTensorSpec(p.device_mesh, placements_of(p, shape), tensor_meta=meta)  # type: ignore[attr-defined]
+    # Not from_local: parameters that FSDP2 keeps on the host lie beside the device of their mesh.
+    return DTensor(here.detach(), spec, requires_grad=False)  # type: ignore[call-arg, abstract]
+
+
+def placements_of(p: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
+    """The placements of a state of this shape beside a DTensor: cut where the parameter is, if its size is the same."""
+    from torch.distributed.tensor import Replicate
+
+    own: tuple[Any, ...] = tuple(p.placements)  # type: ignore[attr-defined]
+    if len(shape) == p.dim() and tuple(shape) == tuple(p.shape):
+        return own
+    keeps = [hasattr(x, "dim") and x.dim < len(shape) and shape[x.dim] == p.shape[x.dim] for x in own]
+    return tuple(x if keep else Replicate() for x, keep in zip(own, keeps, strict=True))
+
+
+def distributed(p: Tensor, value: Tensor) -> Tensor:
+    """A state from a checkpoint, as the parameter lies: plain beside a plain one, a DTensor beside a DTensor.
+
+    A DTensor beside a plain parameter, or of another mesh, is gathered: all ranks have to ask for it.
+    """
+    if not is_dtensor(p):
+        return whole(value)
+    wanted = placements_of(p, value.shape)
+    if is_dtensor(value):
+        if value.device_mesh == p.device_mesh:  # type: ignore[attr-defined]
+            if tuple(value.placements) == wanted:  # type: ignore[attr-defined]
+                return value
+            return value.redistribute(p.device_mesh, wanted)  # type: ignore[attr-defined, no-any-return]
+        value = whole(value)
+    return like(p, _cut_out(p, value, wanted), value.shape)
+
+
+def _cut_out(p: Tensor, value: Tensor, placements: Sequence[Any]) -> Tensor:
+    """This rank's part of a tensor that it has as a whole."""
+    mesh = p.device_mesh  # type: ignore[attr-defined]
+    coordinate = mesh.get_coordinate()
+    for n, x, at in zip(mesh.shape, placements, coordinate or (), strict=False):
+        if not hasattr(x, "dim"):
+            continue
+        index = _part(torch.arange(value.shape[x.dim]), n, at, int(getattr(x, "split_factor", 1)))
+        value = value.index_select(x.dim, index.to(value.device))
+    return value.contiguous()
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for d in reversed(range(len(shape))):
+        strides[d], step = step, step * max(1, shape[d])
+    return tuple(strides)

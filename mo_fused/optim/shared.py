@@ -1,0 +1,162 @@
+"""One step of parameters that ranks share: what they tell each other before the decision, and after the update.
+
+Each rank steps its own parts. One small all-reduce for each set of ranks (mesh) makes norm, counts and skip the same on
+all of them; with ``stats=True`` two more tell the norms of whole parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..backends.eager import ScaledSum, larger
+from ..distributed.exchange import ROW_SUMS, SQUARES, Exchange, Partial, record_of
+from ..distributed.ranks import Share
+from ..request import Request
+from ..stats import ROW, StatsBuffer
+from . import execute
+from .execute import Groups
+from .rows import RowSet
+from .rules import Rule
+
+_COLUMNS = [ROW.index(name) for name in ROW_SUMS]
+_AMAX = ROW.index("grad_amax")
+_UPDATES = slice(3, 6)  # of ROW_SUMS
+
+
+def needed(rows: RowSet, ask: Request) -> bool:
+    """Whether ranks have something to tell each other in this step: the same answer on all of them."""
+    return bool(rows.exchange) and (ask.measured or ask.found_inf is not None)
+
+
+def shared_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: Groups) -> bool:
+    """A step; whether the host's rows skipped it (False where it has none)."""
+    parts, exchange = rows.devices, rows.exchange
+    for part in parts:
+        part.begin(ask, first=ask.measured)
+    for part in parts:
+        if ask.measured or part.measures_always:
+            part.measure()
+    out = execute.claim(rows) if rows.host or rows.other or not parts else None
+    control = execute.control_of(rows, ask)
+    partials = _partials(rows, grads, ask, out)
+    device = parts[0].device if parts else torch.device("cpu")
+    totals, given = exchange.totals(partials, ask.found_inf, device)
+    found = None if ask.found_inf is None else given
+    for part in parts:
+        part.finish(list(totals) if ask.measured else (), elsewhere=ask.measured, found_inf=found)
+    # A gradient that they share with an offloaded parameter must not be scaled before that has read it.
+    late = ask.clip_in_place and rows.offloaded is not None
+    for part in () if late else parts:
+        part.update()
+    skipped = False
+    if out is not None:
+        if ask.measured:
+            _note_totals(out, totals, float(control["grad_scale"][0]))
+            if rows.offloaded is not None:
+                rows.offloaded.note_measured(out, float(control["grad_scale"][0]))
+        control["found_inf"] = float(given)
+        execute.finish_and_update(rows, grads, ask, groups, out, 0)
+    for part in parts if late else ():
+        part.update()
+    if out is not None:
+        skipped = execute.after_host(rows, ask, rule, state, groups, out)
+    if ask.stats:
+        if rows.offloaded is not None:
+            rows.offloaded.offload.join()
+        _tell_norms(rows, exchange, out, skipped)
+    if parts and out is not None:
+        rows.settle(skipped, grads)
+    return skipped
+
+
+def _partials(
+    rows: RowSet, grads: list[Tensor | None], ask: Request, out: StatsBuffer | None
+) -> dict[Share | None, list[Partial]]:
+    """What this process's gradients add to the totals, by the share of their parameters."""
+    found: dict[Share | None, list[Partial]] = {}
+    if not ask.measured:
+        return found
+    for part in rows.devices:
+        found.setdefault(part.share, []).append(part.partial())
+    if rows.offloaded is not None:  # plain parameters
+        found.setdefault(rows.exchange.plain, []).extend(rows.offloaded.measure_on_devices())
+    if out is None:
+        return found
+    execute.measure_host(rows, grads, out)
+    control = rows.table.control[0]
+    clips = rows.table.hyper["clip"][[r.group for r in rows.host]] != 0.0 if rows.host else np.zeros(0, dtype=bool)
+    for share, index in rows.host_shares:
+        values = out.rows[index]
+        sumsq, exponent = record_of(values[clips[index], 0], float(control["grad_scale"]))
+        amax = float(values[:, _AMAX].max(initial=0.0)) * float(control["grad_scale"])
+        nonfinite, zeros = values[:, 2:4].sum(axis=0).tolist()
+        found.setdefault(share, []).append([sumsq, exponent, amax, nonfinite, zeros])
+    if rows.other:  # whole DTensors, and what torch steps of plain parameters
+        names = ("extra_sumsq", "extra_exponent", "extra_amax", "extra_nonfinite", "extra_zeros")
+        found.setdefault(None, []).append([float(control[name]) for name in names])
+    return found
+
+
+def _note_totals(out: StatsBuffer, records: Tensor, scale: float) -> None:
+    total, amax, nonfinite, zeros = ScaledSum(), 0.0, 0.0, 0.0
+    for sumsq, exponent, largest, bad, zero in records.tolist():
+        total.add(sumsq, int(exponent))
+        amax, nonfinite, zeros = larger(amax, largest), nonfinite + bad, zeros + zero
+    out["grad_norm"], out["grad_amax"] = total.norm() / scale, amax / scale
+    out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
+
+
+def _tell_norms(rows: RowSet, exchange: Exchange, out: StatsBuffer | None, skipped: bool) -> None:
+    """Norms over whole parameters take the place of those over what of them is here."""
+    parts, h = rows.devices, len(rows.host)
+    device = parts[0].device if parts else torch.device("cpu")
+    sums, largest = [], []
+    for part in parts:
+        of_part, tops = part.stats.row_sums()
+        sums.append(of_part.to(device))
+        largest.append(tops.to(device))
+    if out is not None:
+        values = torch.from_numpy(out.rows[:h].copy())
+        of_host = values[:, _COLUMNS].clone()
+        of_host[:, SQUARES] = of_host[:, SQUARES].square()
+        sums.append(of_host.to(device))
+        largest.append(values[:, _AMAX].to(device))
+    ordered = [r for r in rows.all if r.backend != "torch"]  # devices first, then the host's
+    table, tops = exchange.whole_rows([r.param for r in ordered], torch.cat(sums), torch.cat(largest))
+    alone = torch.tensor([r.share is None or r.share.sharded for r in ordered], device=device).reshape(-1, 1)
+    first = 0
+    totals = []
+    for n in [*(len(part.table.rows) for part in parts), *([] if out is None else [h])]:
+        mine, own = table[first : first + n, _UPDATES], alone[first : first + n]
+        totals.append(torch.stack([(mine * own).sum(0), (mine * ~own).sum(0)]))
+        first += n
+    known = torch.stack(totals)
+    known[:, 1] = exchange.partition_sums(known[:, 1])
+    first = 0
+    for part, total in zip(parts, known, strict=False):
+        n = len(part.table.rows)
+        part.stats.tell(table[first : first + n], tops[first : first + n], total.sum(0).sqrt())
+        first += n
+    if out is not None:
+        _write_host(rows, out, table[first:], tops[first:], known[-1].sum(0), skipped)
+
+
+def _write_host(
+    rows: RowSet, out: StatsBuffer, table: Tensor, largest: Tensor, total: Tensor, skipped: bool
+) -> None:
+    h = len(rows.host)
+    values = table.cpu().clone()
+    values[:, SQUARES] = values[:, SQUARES].sqrt()
+    columns = values.numpy()
+    keep = 3 if skipped else len(ROW_SUMS)  # the norms of before were told before
+    out.rows[:h, _COLUMNS[:keep]] = columns[:, :keep]
+    out.rows[:h, _AMAX] = largest.cpu().numpy()
+    if not skipped:
+        others = np.square(out.rows[h:, _COLUMNS[3:]]).sum(axis=0)
+        for name, value, more in zip(ROW_SUMS[3:], total.tolist(), others.tolist(), strict=True):
+            out[name] = math.sqrt(value + more)
