@@ -49,6 +49,14 @@ class DeviceGradients:
         self._part.finish()
         return self._part.stats
 
+    def measure_part(self, count_zeros: bool = False) -> tuple[Tensor, DeviceStats]:
+        """What these gradients add to the totals of more (see DevicePart.partial), and their statistics."""
+        self._part.begin(measuring(), first=True)
+        self._part.measure(count_zeros)
+        record = self._part.partial().clone()
+        self._part.finish()
+        return record, self._part.stats
+
     def use_norm(self, norm: Tensor, max_norm: float) -> None:
         """The factor for :meth:`scale` from a norm that the caller knows (0-dim, any device and dtype)."""
         self._part.begin(measuring(max_norm), first=False)

@@ -127,6 +127,52 @@ def release_ddp() -> ValueError:
     )
 
 
+def release_distributed(what: str) -> ValueError:
+    return ValueError(
+        message(
+            "parameters that this process has as a whole, and alone",
+            what,
+            "train without gradient_release: their gradients are complete when all ranks have reduced them",
+        )
+    )
+
+
+def partition_optimizer(found: str) -> TypeError:
+    return TypeError(
+        message("partitioned to get an optimizer of this package", found, "use mo_fused.AdamW, Adam, SGD or Adafactor")
+    )
+
+
+def hook_model(found: str) -> TypeError:
+    return TypeError(
+        message("norm_hook to get a DistributedDataParallel", found, "pass DistributedDataParallel(model)")
+    )
+
+
+def hook_optimizer(found: str) -> TypeError:
+    return TypeError(message("norm_hook to get an optimizer of this package", found, "use mo_fused.AdamW, Adam or SGD"))
+
+
+def hook_factored() -> ValueError:
+    return ValueError(
+        message(
+            "an optimizer whose first pass is for the norm alone",
+            "Adafactor, whose pass also takes sums of rows and columns",
+            "leave the hook out",
+        )
+    )
+
+
+def no_process_group() -> RuntimeError:
+    return RuntimeError(
+        message(
+            "torch.distributed to be initialized",
+            "no process group",
+            "call torch.distributed.init_process_group() first (torchrun sets what it needs)",
+        )
+    )
+
+
 def not_ours(found: str) -> ValueError:
     return ValueError(message("an optimizer of mo_fused", found, "other optimizers' state_dict() is torch's already"))
 

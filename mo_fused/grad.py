@@ -8,90 +8,18 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from . import dispatch, reference
-from .backends import cpu
-from .backends.eager import ScaledSum, clip_coefficient, larger
+from . import dispatch
 from .device_gradients import DeviceGradients, on_one_device
-from .stats import GradStats, StatsBuffer
-from .table import FINISH, MEASURE, ROW, SCALE, Table, gradient_table
+from .distributed import shards
+from .distributed.gradients import SharedGradients
+from .host_gradients import HostGradients
+from .stats import GradStats
+from .table import FINISH, MEASURE, SCALE
 
 _INF = float("inf")
-
-
-class _Measurement:
-    """One read of many gradients by the host: the native rows through the kernels, whatever else through torch."""
-
-    def __init__(self, grads: list[Tensor | None]) -> None:
-        there = [g for g in grads if g is not None]
-        self._index = [i for i, g in enumerate(grads) if g is not None]
-        if dispatch.native() is None:
-            self.table, self.others = Table(np.zeros(0, dtype=ROW), {}, 1), list(range(len(there)))
-        else:
-            self.table, self.others = gradient_table(there)
-        self.grads = there
-        self._served = sorted(set(range(len(there))) - set(self.others)) if self.others else range(len(there))
-        # Which rows have a Layout: only those can be expanded tensors.
-        strided = self.table.rows["layout"] != 0
-        self._strided = [there[i] for i, s in zip(self._served, strided.tolist(), strict=True) if s]
-        self.buffer = StatsBuffer(len(self.table.rows))
-        self.table.set_outputs(self.buffer.result_address, self.buffer.rows_address)
-        self.values: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * len(grads)
-        self.total = 0.0
-        self.amax = 0.0
-
-    @property
-    def writable(self) -> bool:
-        """No memory is listed twice or shared by the elements of one gradient, so all can be written side by side."""
-        address = self.table.rows["grad"]
-        return len(set(address.tolist())) == len(address) and not any(
-            s == 0 and n > 1 for g in self._strided for s, n in zip(g.stride(), g.shape, strict=True)
-        )
-
-    def run(self, phases: int, max_norm: float = math.nan) -> None:
-        control = self.table.control
-        total = ScaledSum()
-        amax = 0.0
-        for i in self.others:
-            sumsq, exponent, row_max, bad, zero = reference.grad_sums(self.grads[i])
-            one = ScaledSum()
-            one.add(sumsq, exponent)
-            total.add(sumsq, exponent)
-            amax = larger(amax, row_max)
-            self.values[self._index[i]] = (one.norm(), row_max, bad, zero)
-        control["extra_sumsq"], control["extra_exponent"], control["extra_amax"] = total.sumsq, total.exponent, amax
-        control["max_grad_norm"], control["phases"] = max_norm, phases
-        if dispatch.native() is not None:
-            cpu.run(self.table)
-            self.total, self.amax = self.buffer["grad_norm"], self.buffer["grad_amax"]
-        else:
-            self.total, self.amax = total.norm(), amax
-
-    def rows(self) -> list[tuple[float, float, int, int]]:
-        for i, row in zip(self._served, self.buffer.rows[:, :4].tolist(), strict=True):
-            self.values[self._index[i]] = (row[0], row[1], int(row[2]), int(row[3]))
-        return self.values
-
-    def scale(self, norm: float, max_norm: float) -> None:
-        """Multiplies every gradient by clip_coefficient(norm, max_norm), unless that is 1."""
-        coef = clip_coefficient(norm, max_norm)
-        if coef == 1.0:
-            return
-        if not self.writable:  # one after the other, and torch's error for an expanded gradient
-            for g in self.grads:
-                g.mul_(coef)
-            return
-        for i in self.others:
-            self.grads[i].mul_(coef)
-        if len(self.others) == len(self.grads):
-            return
-        self.buffer["grad_norm"], self.buffer["measured"] = norm, 1.0
-        self.table.control["max_grad_norm"], self.table.control["phases"] = max_norm, FINISH | SCALE
-        cpu.run(self.table)
-        torch.autograd.graph.increment_version([self.grads[i] for i in self._served])
 
 
 def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
@@ -99,7 +27,8 @@ def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
 
     Args:
         tensors: a tensor or an iterable of tensors. Of a parameter (or any leaf that requires grad) its ``.grad`` is
-            measured, of other tensors their values. Any shapes, strides, dtypes and devices.
+            measured, of other tensors their values. Any shapes, strides, dtypes and devices. Of DTensors whole tensors
+            are measured: every rank of their meshes has to call this, with the same tensors in the same order.
 
     Returns:
         GradStats; a parameter without gradient counts as empty. For gradients on a GPU this waits for it once.
@@ -109,6 +38,8 @@ def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
         t.grad if isinstance(t, torch.nn.Parameter) or (t.requires_grad and t.is_leaf) else t.detach() for t in items
     ]
     with torch.no_grad():
+        if any(map(shards.is_dtensor, items)):
+            return SharedGradients(items, grads).stats()
         total, amax, rows = _measured_rows(grads)
     norms, amaxes, nonfinite, zeros = ([r[k] for r in rows] for k in range(4))
     device = next((g.device for g in grads if g is not None), torch.device("cpu"))
@@ -133,7 +64,7 @@ def _measured_rows(grads: list[Tensor | None]) -> tuple[float, float, list[tuple
     there = [g for g in grads if g is not None]
     device = on_one_device(there)
     if device is None:
-        measured = _Measurement(grads)
+        measured = HostGradients(grads)
         measured.run(MEASURE)
         return measured.total, measured.amax, measured.rows()
     stats = device.measure(count_zeros=True)
@@ -189,6 +120,18 @@ def _device_norm(
     return norm.to(_norm_dtype(grads))
 
 
+def _shared_norm(
+    owners: list[Tensor], grads: list[Tensor | None], norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    """The norm over whole tensors, the same on every rank, as a plain tensor."""
+    norm, amax = SharedGradients(owners, grads).norms()
+    found = norm if norm_type == 2.0 else amax
+    if error_if_nonfinite:
+        _check_finite(float(found), norm_type)
+    there = [g for g in grads if g is not None]
+    return found.to(_norm_dtype(there)) if there else found.float()
+
+
 def _check_finite(norm: float, norm_type: float) -> None:
     if not math.isfinite(norm):
         raise RuntimeError(
@@ -217,18 +160,21 @@ def get_total_norm(
     Returns:
         0-dim tensor on the first tensor's device, in the promoted dtype of the tensors (float32 where that is float16,
         whose range is too small for a norm). Sums of squares neither overflow nor vanish on the way; empty tensors add
-        nothing.
+        nothing. Of DTensors the norm is that of the whole tensors, on every rank the same, in a plain tensor: every
+        rank of their meshes has to call this, with the same tensors in the same order.
     """
     grads = _as_list(tensors, 3)
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
+    if norm_type in (2.0, _INF) and any(map(shards.is_dtensor, grads)):
+        return _shared_norm(grads, list(grads), norm_type, error_if_nonfinite)
     device = on_one_device(grads) if norm_type in (2.0, _INF) else None
     if device is not None:
         return _device_norm(device, grads, norm_type, error_if_nonfinite, None)
     if not _served(grads, norm_type):
         return torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
-    measured = _Measurement(list(grads))
+    measured = HostGradients(list(grads))
     measured.run(MEASURE)
     norm = measured.total if norm_type == 2.0 else measured.amax
     if error_if_nonfinite:
@@ -257,6 +203,9 @@ def clip_grads_with_norm_(
     grads = [p.grad for p in items if p.grad is not None]
     if not grads:
         return
+    if any(map(shards.is_dtensor, grads)):  # every rank scales what it has, sums that are not yet added up too
+        torch.autograd.graph.increment_version([g for g in grads if shards.is_dtensor(g)])
+        grads, total_norm = [shards.present(g) for g in grads], shards.whole(total_norm)
     device = on_one_device(grads) if type(total_norm) is Tensor else None
     if device is not None and device.writable:
         device.use_norm(total_norm, float(max_norm))
@@ -266,7 +215,7 @@ def clip_grads_with_norm_(
     if not _served(grads, 2.0) or type(total_norm) is not Tensor:
         torch.nn.utils.clip_grads_with_norm_(items, max_norm, total_norm, foreach)
         return
-    _Measurement(list(grads)).scale(float(total_norm), float(max_norm))
+    HostGradients(list(grads)).scale(float(total_norm), float(max_norm))
 
 
 @torch.no_grad()
@@ -295,6 +244,10 @@ def clip_grad_norm_(
     items = _as_list(parameters, 3)
     grads = [p.grad for p in items if p.grad is not None]
     norm_type, max_norm = float(norm_type), float(max_norm)
+    if norm_type in (2.0, _INF) and any(map(shards.is_dtensor, items)):
+        norm = _shared_norm(items, [p.grad for p in items], norm_type, error_if_nonfinite)
+        clip_grads_with_norm_(items, max_norm, norm, foreach)
+        return norm
     if not grads:
         return torch.tensor(0.0)
     device = on_one_device(grads) if norm_type in (2.0, _INF) else None
@@ -307,7 +260,7 @@ def clip_grad_norm_(
         return norm
     if not _served(grads, norm_type):
         return torch.nn.utils.clip_grad_norm_(items, max_norm, norm_type, error_if_nonfinite, foreach)
-    measured = _Measurement(list(grads))
+    measured = HostGradients(list(grads))
     if norm_type == 2.0 and not error_if_nonfinite and not measured.others and measured.writable:
         measured.run(MEASURE | FINISH | SCALE, max_norm)
         if measured.buffer["clip_coef"] != 1.0:

@@ -114,7 +114,8 @@ def holds(entry: Entry, key: str, code: Code, p: Tensor, block: int) -> bool:
     found = tuple(entry.get(name) for name in names(key, code))
     wanted = zip(shapes_of(p.shape, code, block), (code.dtype, torch.float32), strict=True)
     return all(
-        type(shards.local(t)) is Tensor
+        isinstance(t, Tensor)
+        and type(shards.local(t)) is Tensor
         and t.shape == shape
         and t.dtype == dtype
         and shards.local(t).is_contiguous()

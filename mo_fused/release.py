@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import errors
 from .device_part import DeviceStats
+from .distributed import shards
 from .offload.engine import on_complete_gradient
 from .optim.base import FusedOptimizer, param_name, run_step
 from .optim.planning import Row
@@ -61,7 +62,8 @@ def gradient_release(model: torch.nn.Module, opt: FusedOptimizer, accumulation_s
 
     Raises:
         TypeError: another optimizer; no module.
-        ValueError: options that cannot be kept, differentiable groups, DistributedDataParallel, a second release.
+        ValueError: options that cannot be kept, differentiable groups, DistributedDataParallel, DTensors, parameters
+            that ranks share out among them, a second release.
     """
     if not isinstance(opt, FusedOptimizer):
         raise errors.release_optimizer(f"{type(opt).__module__}.{type(opt).__qualname__}")
@@ -109,6 +111,8 @@ class GradientRelease:
             raise errors.release_option("clip_in_place", "there are no gradients left to be read", "leave it out")
         for group in opt.param_groups:
             self.refuse_group(group)
+        if opt.__dict__.get("_partition") is not None:
+            raise errors.release_distributed("one rank's part of the parameters (ZeroRedundancyOptimizer)")
         self.refuse_scaler(opt)
         opt._settle()  # buffers without a value, which the rows of a single parameter would not know of
         opt.__dict__.pop("_row_set", None)
@@ -164,6 +168,8 @@ class GradientRelease:
         if group.get("differentiable"):
             reason = "autograd would need gradients that are freed"
             raise errors.release_option("differentiable", reason, "leave it out")
+        if any(shards.is_dtensor(p) for p in group["params"]):
+            raise errors.release_distributed("a DTensor")
 
     def refuse_scaler(self, opt: FusedOptimizer) -> None:
         """Raises when a GradScaler has something to do with the optimizer."""
@@ -402,14 +408,14 @@ class _Done:
         return self.buffer.tensor[:RESULT_WIDTH]
 
 
-def _names(groups: list[dict[str, Any]], places: list[tuple[int, int]]) -> list[tuple[Any, int]]:
+def _names(groups: list[dict[str, Any]], places: list[tuple[int, int]]) -> list[tuple[Any, int, bool]]:
     """(name or position, row) in the order of the state_dict."""
     first = np.cumsum([0, *(len(g["params"]) for g in groups)]).tolist()
     out = []
     for i in sorted(range(len(places)), key=places.__getitem__):
         group, at = places[i]
         position = first[group] + at
-        out.append((param_name(groups, group, position) or position, i))
+        out.append((param_name(groups, group, position) or position, i, True))
     return out
 
 

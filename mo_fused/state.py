@@ -102,7 +102,7 @@ def own_copy(value: Any, param: Tensor, key: str, device: torch.device | None = 
         return value
     device = param.device if device is None else device
     if shards.is_dtensor(value) or (shards.is_dtensor(param) and key != "step"):
-        value = shards.distributed(param, value)
+        value = shards.beside(param, value)
         return value.detach().clone() if value.device == device else value.detach().to(device)
     if key in quantised.ALL_SLOTS:  # in the order of the shape, whatever the parameter's
         return value.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)

@@ -209,7 +209,9 @@ def refresh_rows(
 ) -> tuple[list[Tensor | None], int]:
     """Writes the present addresses and flags of all rows (csrc/scan.h): the gradients, and what was noticed.
 
-    ``given``: by row, gradients that stand for those of the parameters. ROWS_CHANGED says that more than addresses changed since ``seen`` and the rows have to be planned again.
+    ``given``: by row, gradients that stand for those of the parameters.
+
+    ROWS_CHANGED says that more than addresses changed since ``seen`` and the rows have to be planned again.
     """
     exchange = _exchange()
     if exchange is not None:

@@ -80,7 +80,7 @@ class Exchange:
     def totals(
         self, partials: Mapping[Share | None, Sequence[Partial]], found_inf: Tensor | float | None, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Collective: (records of everything, shape ``(n, 5)``, whose sum are the totals; whether anybody has found_inf).
+        """Collective: (records that add up to everything, shape ``(n, 5)``; whether anybody has found_inf).
 
         ``partials``: records of this process by the share of their parameters; of None (plain, replicated parameters)
         they are taken as they are. Results are float64 on ``device``, and nothing waits for it.

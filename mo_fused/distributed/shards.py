@@ -36,6 +36,12 @@ def local(t: Any) -> Any:
     return t._local_tensor if is_dtensor(t) else t
 
 
+def present(t: Tensor) -> Tensor:
+    """As :func:`local`; waits for a collective that is still working on it."""
+    here = local(t)
+    return here if type(here) in _PLAIN or not hasattr(here, "wait") else here.wait()  # type: ignore[no-any-return]
+
+
 def whole(t: Any) -> Any:
     """All of a DTensor as a plain tensor (this communicates); anything else as it is."""
     return t.full_tensor() if is_dtensor(t) else t
@@ -49,10 +55,18 @@ def settled(p: Tensor, grad: Tensor) -> Tensor:
     """
     if grad._spec is not p._spec and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    here = grad._local_tensor  # type: ignore[attr-defined]
-    if type(here) in _PLAIN:
+    if type(local(grad)) in _PLAIN:
         return grad
-    return like(p, here.wait(), p.shape)  # a result that a collective is still working on
+    return like(p, present(grad), p.shape)
+
+
+def added_up(t: Tensor) -> Tensor:
+    """A DTensor whose local tensor is there and is not a part of a sum (this communicates where it is)."""
+    if any(x.is_partial() for x in t.placements):  # type: ignore[attr-defined]
+        from torch.distributed.tensor import Replicate
+
+        t = t.redistribute(t.device_mesh, [Replicate() if x.is_partial() else x for x in t.placements])  # type: ignore[attr-defined]
+    return t if type(local(t)) in _PLAIN else like(t, present(t), t.shape)
 
 
 def is_settled(p: Tensor, grad: Tensor) -> bool:
@@ -76,7 +90,7 @@ class Cut:
     dims: tuple[int, ...]
     """Dimensions of the tensor along which it is cut."""
     in_order: bool
-    """The local part is a run of slices of dimension 0, so of consecutive elements of the whole (or it is the whole)."""
+    """The local part is a run of slices of dimension 0, so of consecutive elements of the whole, or it is the whole."""
     offset: int
     """Index in the whole of the first element here; where parts are not in order, a number apart for each part."""
     replicas: int
@@ -161,7 +175,7 @@ def like(p: Tensor, here: Tensor, shape: Sequence[int]) -> Tensor:
     meta = TensorMeta(shape, _row_major(shape), here.dtype)
     spec = DTensorSpec(p.device_mesh, placements_of(p, shape), tensor_meta=meta)  # type: ignore[attr-defined]
     # Not from_local: parameters that FSDP2 keeps on the host lie beside the device of their mesh.
-    return DTensor(here.detach(), spec, requires_grad=False)  # type: ignore[call-arg, abstract]
+    return DTensor(here.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def placements_of(p: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
@@ -175,19 +189,21 @@ def placements_of(p: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
     return tuple(x if keep else Replicate() for x, keep in zip(own, keeps, strict=True))
 
 
-def distributed(p: Tensor, value: Tensor) -> Tensor:
+def beside(p: Tensor, value: Tensor) -> Tensor:
     """A state from a checkpoint, as the parameter lies: plain beside a plain one, a DTensor beside a DTensor.
 
     A DTensor beside a plain parameter, or of another mesh, is gathered: all ranks have to ask for it.
     """
     if not is_dtensor(p):
-        return whole(value)
+        gathered: Tensor = whole(value)
+        return gathered
     wanted = placements_of(p, value.shape)
     if is_dtensor(value):
         if value.device_mesh == p.device_mesh:  # type: ignore[attr-defined]
             if tuple(value.placements) == wanted:  # type: ignore[attr-defined]
                 return value
-            return value.redistribute(p.device_mesh, wanted)  # type: ignore[attr-defined, no-any-return]
+            moved: Tensor = value.redistribute(p.device_mesh, wanted)  # type: ignore[attr-defined]
+            return moved
         value = whole(value)
     return like(p, _cut_out(p, value, wanted), value.shape)
 

@@ -12,19 +12,20 @@ import torch
 from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised
-from ..distributed import shards
+from ..distributed import partition, shards
 from ..offload.engine import Offload, check_offload
 from ..offload.files import mapped
 from ..request import Request
 from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
-from . import execute, shared
+from . import execute, hooked, shared
 from .formats import Formats
 from .planning import Row
 from .rows import RowSet
 from .rules import Rule
 
 if TYPE_CHECKING:
+    from ..distributed.ddp_norms import NormHook
     from ..release import GradientRelease
 
 OPTIONS: dict[str, Any] = {
@@ -114,28 +115,41 @@ def param_name(groups: list[dict[str, Any]], group: int, position: int) -> str |
     return str(names[position - sum(len(g["params"]) for g in groups[:group])]) if names else None
 
 
-def _stats_rows(groups: list[dict[str, Any]], rows: list[Row], told: bool) -> list[tuple[Any, int, bool]]:
-    """(name or position, row in the buffer, whether its values are those of the whole parameter) in the order of the
-    state_dict. ``told``: ranks have told each other about their parts.
+def _stats_rows(
+    groups: list[dict[str, Any]], rows: list[Row], told: bool, hidden: bool = False
+) -> list[tuple[Any, int, bool]]:
+    """(name or position, row in the buffer, whether its values are known) in the order of the state_dict.
+
+    ``told``: ranks have told each other about the parts of a parameter. ``hidden``: nobody knows of single rows.
 
     No method: statistics that hold the optimizer which holds them would keep its parameters alive.
     """
     order = sorted(range(len(rows)), key=lambda i: rows[i].position)
-    return [
-        (param_name(groups, rows[i].group, rows[i].position) or rows[i].position, i, told or not rows[i].cut.dims)
-        for i in order
-    ]
+    names = [param_name(groups, rows[i].group, rows[i].position) or rows[i].position for i in order]
+    return [(name, i, not hidden and (told or not rows[i].cut.dims)) for name, i in zip(names, order, strict=True)]
 
 
 def run_step(
-    rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule, state: Any, groups: list[dict[str, Any]]
+    rows: RowSet,
+    grads: list[Tensor | None],
+    ask: Request,
+    rule: Rule,
+    state: Any,
+    groups: list[dict[str, Any]],
+    hook: NormHook | None = None,
 ) -> list[Buffer]:
-    """One step of these rows and what has to be noted after it; where its statistics are."""
+    """One step of these rows and what has to be noted after it; where its statistics are.
+
+    ``hook``: has measured the gradients, if they are still what they were.
+    """
+    run: Callable[..., bool]
     on_devices = bool(rows.devices) or (ask.gated and rows.offloaded is not None and bool(rows.offloaded.on_devices))
     run = execute.device_step if on_devices else execute.host_step
     if shared.needed(rows, ask):
         run = shared.shared_step
-    on_host_skipped = run(rows, grads, ask, rule, state, groups)
+    elif hook is not None and hooked.usable(rows, hook, ask):
+        run = partial(hooked.hooked_step, hook=hook)
+    on_host_skipped = run(rows, grads=grads, ask=ask, rule=rule, state=state, groups=groups)
     skipped = on_host_skipped and not rows.devices  # as far as the host knows
     if not rows.devices:
         rows.settle(skipped, grads)
@@ -178,6 +192,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._drop_options(group)
         _ = self._offload  # hooks have to be there before the first backward
+        if (group := partition.zero_group()) is not None:
+            self.__dict__["_partition"] = group
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -336,10 +352,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             found_inf=shards.whole(getattr(self, "found_inf", None)),  # of DTensors torch's scaler says it in one
             report=self.__dict__.pop("_found_inf_report", None),
         )
-        buffers = run_step(rows, grads, ask, self._rule, self.state, self.param_groups)
+        hook: NormHook | None = self.__dict__.get("_norm_hook")
+        hits = 0 if hook is None else hook.hits
+        buffers = run_step(rows, grads, ask, self._rule, self.state, self.param_groups, hook)
         if self._offload is not None:
             self._offload.settle_gradients()
-        names = partial(_stats_rows, self.param_groups, rows.all, options["stats"])
+        hidden = hook is not None and hook.hits > hits and bool(rows.devices)
+        names = partial(_stats_rows, self.param_groups, rows.all, options["stats"], hidden)
         self.__dict__["_last_step"] = StepStats(buffers, names)
 
     # -- what it tells ------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ that the devices' gradients take part in, and waits for them once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,13 +78,8 @@ def device_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
     if not (rows.host or rows.other):
         return False
     if on_host is not None:
-        total, amax, nonfinite, zeros = ScaledSum(), 0.0, 0.0, 0.0
-        for sumsq, exponent, largest, bad, zero in [on_host, *(p.tolist() for p in partials)]:
-            total.add(sumsq, int(exponent))
-            amax, nonfinite, zeros = larger(amax, largest), nonfinite + bad, zeros + zero
         scale = float(control["grad_scale"][0])
-        out["grad_norm"], out["grad_amax"] = total.norm() / scale, amax / scale
-        out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
+        note_totals(out, [on_host, *(p.tolist() for p in partials)], scale)
         if offloaded is not None:
             offloaded.note_measured(out, scale)
     finish_and_update(rows, grads, ask, groups, out, 0)
@@ -101,7 +96,19 @@ def buffers(rows: RowSet) -> list[Buffer]:
     return [*devices, rows.ring[rows.turn]] if rows.host or rows.other or not devices else devices
 
 
+def note_totals(out: StatsBuffer, records: Sequence[Sequence[float]], scale: float) -> None:
+    """What the gradients of all places add up to. ``records``: as :func:`measure_host` returns; ``scale``: of the
+    scaler."""
+    total, amax, nonfinite, zeros = ScaledSum(), 0.0, 0.0, 0.0
+    for sumsq, exponent, largest, bad, zero in records:
+        total.add(sumsq, int(exponent))
+        amax, nonfinite, zeros = larger(amax, largest), nonfinite + bad, zeros + zero
+    out["grad_norm"], out["grad_amax"] = total.norm() / scale, amax / scale
+    out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
+
+
 def claim(rows: RowSet) -> StatsBuffer:
+    """The slot of the host's statistics for a new step."""
     rows.turn = (rows.turn + 1) % len(rows.ring)
     out = rows.ring[rows.turn]
     out.claim()
@@ -110,6 +117,7 @@ def claim(rows: RowSet) -> StatsBuffer:
 
 
 def control_of(rows: RowSet, ask: Request) -> Any:
+    """The Control record of the host's table, with what this step asks for."""
     rows.table.reset_control()
     control = rows.table.control
     control["rule"] = ask.rule
@@ -183,6 +191,7 @@ def measure_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> 
 
 
 def after_host(rows: RowSet, ask: Request, rule: Rule, state: Any, groups: Groups, out: StatsBuffer) -> bool:
+    """What follows the host's update; whether there was none."""
     skipped = bool(out["skipped"])
     if not skipped:
         if rows.other:

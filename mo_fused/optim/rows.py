@@ -57,7 +57,7 @@ class RowSet:
     """The rows of one optimizer, cached between steps."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
-        self._rule = optimizer._rule
+        self.rule = optimizer._rule
         self._clip_in_place = bool(optimizer.defaults.get("clip_in_place"))
         self._formats = Formats(optimizer.defaults)
         self._offload = optimizer._offload
@@ -80,7 +80,7 @@ class RowSet:
         self._captured: list[DevicePart] = []
         self._unseen: list[Tensor] = []
         self._values: list[Any] = []
-        self._hyper = HyperWriter(self._rule)
+        self._hyper = HyperWriter(self.rule)
         self._hyper_written = False
         self._all_active = True
         self.native: list[Row] = []  # those of kernels and of the eager backend: first the host's, then each device's
@@ -101,9 +101,9 @@ class RowSet:
         if self._offload is not None:
             self._offload.check()
             self._offload.take_the_rest(params)
-        values = [self._rule.values(g) for g in groups]
+        values = [self.rule.values(g) for g in groups]
         changed = not same_values(values, self._values)
-        structure = [self._rule.structure(g) for g in groups] if changed else self._structure
+        structure = [self.rule.structure(g) for g in groups] if changed else self._structure
         same = same_items(params, self._params)
         if not same:
             self._dtensors = [p for p in params if shards.is_dtensor(p)]
@@ -157,15 +157,13 @@ class RowSet:
 
     def _update_addresses(self) -> list[Tensor | None] | None:
         """Looks at all operands of the native rows; their gradients, or None when more than addresses changed."""
-        given = {
-            i: self._settled[id(p)] for i in self._distributed if id(p := self.row_params[i]) in self._settled
-        }
+        given = {i: self._settled[id(p)] for i in self._distributed if id(p := self.row_params[i]) in self._settled}
         grads, noticed = refresh_rows(
             self.rows,
             self.row_params,
             self._row_states,
             self._keys,
-            self._rule.has_step,
+            self.rule.has_step,
             self._seen,
             self._flags,
             self._places,
@@ -187,7 +185,7 @@ class RowSet:
         self._all_active = not noticed & MISSING_GRADIENT
         if self._clip_in_place:
             self._mark_shared_gradients()
-        if self._rule.factored:
+        if self.rule.factored:
             self._mark_unknown_params()
         return grads
 
@@ -300,7 +298,7 @@ class RowSet:
         self._cache = cache
         self._resolve_overlaps(rows)
         for row in rows:
-            if row.backend == "torch" and self._rule.copies_first:
+            if row.backend == "torch" and self.rule.copies_first:
                 self._drop_valueless(row, optimizer.state)
         self._params, self._sizes = params, [len(g["params"]) for g in groups]
         self._structure, self._unseen = structure, unseen
@@ -318,7 +316,7 @@ class RowSet:
 
     def _keep_freshness(self, row: Row) -> None:
         """A momentum buffer that a skipped first step left without a value is still fresh when it is planned again."""
-        if row.backend not in dispatch.ON_DEVICE or not self._rule.copies_first or not row.slots:
+        if row.backend not in dispatch.ON_DEVICE or not self.rule.copies_first or not row.slots:
             return
         key = row.slots[0]
         if row.fresh:
@@ -334,7 +332,7 @@ class RowSet:
         found = self._fresh.pop(id(row.param), None)
         if row.fresh or (found is not None and found.holds_nothing()):
             entry = entries[row.param]
-            take_out(entry, self._rule.all_slots)
+            take_out(entry, self.rule.all_slots)
             if not entry:
                 entries.pop(row.param)
         row.fresh = False
@@ -360,10 +358,10 @@ class RowSet:
         self._row_states = [r.state for r in self.native]
         self._distributed = [i for i, r in enumerate(self.native) if shards.is_dtensor(r.param)]
         used = {k for r in self.native for k in r.slots}
-        known = (*self._rule.all_slots, *quantised.ALL_SLOTS, *MASTER_SLOTS)
+        known = (*self.rule.all_slots, *quantised.ALL_SLOTS, *MASTER_SLOTS)
         self._slot_keys = tuple(k for k in known if k in used)
-        self._places = np.array([self._formats.place(k, self._rule) for k in self._slot_keys], dtype=np.int32)
-        self._keys = (*self._slot_keys, "step") if self._rule.has_step else self._slot_keys
+        self._places = np.array([self._formats.place(k, self.rule) for k in self._slot_keys], dtype=np.int32)
+        self._keys = (*self._slot_keys, "step") if self.rule.has_step else self._slot_keys
         self._flags = np.zeros(n, dtype=np.int32)
         for i, r in enumerate(self.native):
             if r.fresh and r.fresh_flag is None:
@@ -414,11 +412,11 @@ class RowSet:
         self.turn = 0
         self.offloaded = None
         if self._offload is not None and any(r.home is not None for r in self.host):
-            place = partial(self._formats.place, rule=self._rule)
+            place = partial(self._formats.place, rule=self.rule)
             self.offloaded = OffloadedRows(self._offload, self.host, self.table, place, len(groups))
 
     def _tiling(self, rows: list[Row], on_device: bool = False) -> Tiling | None:
-        if not self._rule.factored:
+        if not self.rule.factored:
             return None
         sizes = [8 if r.param.dtype == torch.float64 else 4 for r in rows]
         elements = sum(r.local.numel() for r in rows)
@@ -434,7 +432,7 @@ class RowSet:
         return [p for p, g in zip(self.row_params, grads, strict=True) if g is not None]
 
     def _take_back(self, row: Row) -> None:
-        take_out(row.state, self._rule.all_slots)  # and not the rest of the weights
+        take_out(row.state, self.rule.all_slots)  # and not the rest of the weights
         if not row.state:
             self._state.pop(row.param, None)
         self._states = []  # plan again: the slot has to be made anew
@@ -444,7 +442,7 @@ class RowSet:
         unsettled, self._fresh = self._fresh, {}
         for found in unsettled.values():
             if self._state.get(found.param) is found.state and found.holds_nothing():
-                take_out(found.state, self._rule.all_slots)
+                take_out(found.state, self.rule.all_slots)
                 if not found.state:
                     self._state.pop(found.param, None)
                 self._states = []  # plan again: the slot has to be made anew

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends.eager import ScaledSum, larger
 from ..distributed.exchange import ROW_SUMS, SQUARES, Exchange, Partial, record_of
 from ..distributed.ranks import Share
 from ..request import Request
@@ -56,7 +55,7 @@ def shared_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
     skipped = False
     if out is not None:
         if ask.measured:
-            _note_totals(out, totals, float(control["grad_scale"][0]))
+            execute.note_totals(out, totals.tolist(), float(control["grad_scale"][0]))
             if rows.offloaded is not None:
                 rows.offloaded.note_measured(out, float(control["grad_scale"][0]))
         control["found_inf"] = float(given)
@@ -102,15 +101,6 @@ def _partials(
     return found
 
 
-def _note_totals(out: StatsBuffer, records: Tensor, scale: float) -> None:
-    total, amax, nonfinite, zeros = ScaledSum(), 0.0, 0.0, 0.0
-    for sumsq, exponent, largest, bad, zero in records.tolist():
-        total.add(sumsq, int(exponent))
-        amax, nonfinite, zeros = larger(amax, largest), nonfinite + bad, zeros + zero
-    out["grad_norm"], out["grad_amax"] = total.norm() / scale, amax / scale
-    out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
-
-
 def _tell_norms(rows: RowSet, exchange: Exchange, out: StatsBuffer | None, skipped: bool) -> None:
     """Norms over whole parameters take the place of those over what of them is here."""
     parts, h = rows.devices, len(rows.host)
@@ -146,9 +136,7 @@ def _tell_norms(rows: RowSet, exchange: Exchange, out: StatsBuffer | None, skipp
         _write_host(rows, out, table[first:], tops[first:], known[-1].sum(0), skipped)
 
 
-def _write_host(
-    rows: RowSet, out: StatsBuffer, table: Tensor, largest: Tensor, total: Tensor, skipped: bool
-) -> None:
+def _write_host(rows: RowSet, out: StatsBuffer, table: Tensor, largest: Tensor, total: Tensor, skipped: bool) -> None:
     h = len(rows.host)
     values = table.cpu().clone()
     values[:, SQUARES] = values[:, SQUARES].sqrt()

@@ -1,0 +1,87 @@
+"""Gradients measured and scaled by the host: the native rows through the kernels, whatever else through torch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import dispatch, reference
+from .backends import cpu
+from .backends.eager import ScaledSum, clip_coefficient, larger
+from .stats import StatsBuffer
+from .table import FINISH, ROW, SCALE, Table, gradient_table
+
+
+class HostGradients:
+    """One read of many gradients by the host: the native rows through the kernels, whatever else through torch."""
+
+    def __init__(self, grads: list[Tensor | None]) -> None:
+        there = [g for g in grads if g is not None]
+        self._index = [i for i, g in enumerate(grads) if g is not None]
+        if dispatch.native() is None:
+            self.table, self.others = Table(np.zeros(0, dtype=ROW), {}, 1), list(range(len(there)))
+        else:
+            self.table, self.others = gradient_table(there)
+        self.grads = there
+        self._served = sorted(set(range(len(there))) - set(self.others)) if self.others else range(len(there))
+        # Which rows have a Layout: only those can be expanded tensors.
+        strided = self.table.rows["layout"] != 0
+        self._strided = [there[i] for i, s in zip(self._served, strided.tolist(), strict=True) if s]
+        self.buffer = StatsBuffer(len(self.table.rows))
+        self.table.set_outputs(self.buffer.result_address, self.buffer.rows_address)
+        self.values: list[tuple[float, float, int, int]] = [(0.0, 0.0, 0, 0)] * len(grads)
+        self.total = 0.0
+        self.amax = 0.0
+
+    @property
+    def writable(self) -> bool:
+        """No memory is listed twice or shared by the elements of one gradient, so all can be written side by side."""
+        address = self.table.rows["grad"]
+        return len(set(address.tolist())) == len(address) and not any(
+            s == 0 and n > 1 for g in self._strided for s, n in zip(g.stride(), g.shape, strict=True)
+        )
+
+    def run(self, phases: int, max_norm: float = math.nan) -> None:
+        control = self.table.control
+        total = ScaledSum()
+        amax = 0.0
+        for i in self.others:
+            sumsq, exponent, row_max, bad, zero = reference.grad_sums(self.grads[i])
+            one = ScaledSum()
+            one.add(sumsq, exponent)
+            total.add(sumsq, exponent)
+            amax = larger(amax, row_max)
+            self.values[self._index[i]] = (one.norm(), row_max, bad, zero)
+        control["extra_sumsq"], control["extra_exponent"], control["extra_amax"] = total.sumsq, total.exponent, amax
+        control["max_grad_norm"], control["phases"] = max_norm, phases
+        if dispatch.native() is not None:
+            cpu.run(self.table)
+            self.total, self.amax = self.buffer["grad_norm"], self.buffer["grad_amax"]
+        else:
+            self.total, self.amax = total.norm(), amax
+
+    def rows(self) -> list[tuple[float, float, int, int]]:
+        for i, row in zip(self._served, self.buffer.rows[:, :4].tolist(), strict=True):
+            self.values[self._index[i]] = (row[0], row[1], int(row[2]), int(row[3]))
+        return self.values
+
+    def scale(self, norm: float, max_norm: float) -> None:
+        """Multiplies every gradient by clip_coefficient(norm, max_norm), unless that is 1."""
+        coef = clip_coefficient(norm, max_norm)
+        if coef == 1.0:
+            return
+        if not self.writable:  # one after the other, and torch's error for an expanded gradient
+            for g in self.grads:
+                g.mul_(coef)
+            return
+        for i in self.others:
+            self.grads[i].mul_(coef)
+        if len(self.others) == len(self.grads):
+            return
+        self.buffer["grad_norm"], self.buffer["measured"] = norm, 1.0
+        self.table.control["max_grad_norm"], self.table.control["phases"] = max_norm, FINISH | SCALE
+        cpu.run(self.table)
+        torch.autograd.graph.increment_version([self.grads[i] for i in self._served])
