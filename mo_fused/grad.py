@@ -38,7 +38,7 @@ def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
         t.grad if isinstance(t, torch.nn.Parameter) or (t.requires_grad and t.is_leaf) else t.detach() for t in items
     ]
     with torch.no_grad():
-        if any(map(shards.is_dtensor, items)):
+        if shards.any_dtensor(items):
             return SharedGradients(items, grads).stats()
         total, amax, rows = _measured_rows(grads)
     norms, amaxes, nonfinite, zeros = ([r[k] for r in rows] for k in range(4))
@@ -167,7 +167,7 @@ def get_total_norm(
     norm_type = float(norm_type)
     if not grads:
         return torch.tensor(0.0)
-    if norm_type in (2.0, _INF) and any(map(shards.is_dtensor, grads)):
+    if norm_type in (2.0, _INF) and shards.any_dtensor(grads):
         return _shared_norm(grads, list(grads), norm_type, error_if_nonfinite)
     device = on_one_device(grads) if norm_type in (2.0, _INF) else None
     if device is not None:
@@ -203,7 +203,7 @@ def clip_grads_with_norm_(
     grads = [p.grad for p in items if p.grad is not None]
     if not grads:
         return
-    if any(map(shards.is_dtensor, grads)):  # every rank scales what it has, sums that are not yet added up too
+    if shards.any_dtensor(grads):  # every rank scales what it has, sums that are not yet added up too
         torch.autograd.graph.increment_version([g for g in grads if shards.is_dtensor(g)])
         grads, total_norm = [shards.present(g) for g in grads], shards.whole(total_norm)
     device = on_one_device(grads) if type(total_norm) is Tensor else None
@@ -244,9 +244,10 @@ def clip_grad_norm_(
     items = _as_list(parameters, 3)
     grads = [p.grad for p in items if p.grad is not None]
     norm_type, max_norm = float(norm_type), float(max_norm)
-    if norm_type in (2.0, _INF) and any(map(shards.is_dtensor, items)):
+    if norm_type in (2.0, _INF) and shards.any_dtensor(items):
         norm = _shared_norm(items, [p.grad for p in items], norm_type, error_if_nonfinite)
-        clip_grads_with_norm_(items, max_norm, norm, foreach)
+        if not dispatch.is_cpu(norm) or not max_norm / (float(norm) + 1e-6) >= 1.0:
+            clip_grads_with_norm_(items, max_norm, norm, foreach)
         return norm
     if not grads:
         return torch.tensor(0.0)

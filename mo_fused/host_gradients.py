@@ -63,6 +63,14 @@ class HostGradients:
         else:
             self.total, self.amax = total.norm(), amax
 
+    def record(self) -> list[float]:
+        """What all of them add to the totals of more: see DevicePart.partial."""
+        norm, counts = self.total, self.buffer.rows[:, 2:4].sum(axis=0)
+        fraction, exponent = math.frexp(norm) if math.isfinite(norm) else (norm, 0)
+        for i in self.others:
+            counts += self.values[self._index[i]][2:]
+        return [fraction * fraction, 2.0 * exponent, self.amax, *counts.tolist()]
+
     def rows(self) -> list[tuple[float, float, int, int]]:
         for i, row in zip(self._served, self.buffer.rows[:, :4].tolist(), strict=True):
             self.values[self._index[i]] = (row[0], row[1], int(row[2]), int(row[3]))

@@ -182,5 +182,6 @@ def refusals(rank: int) -> list[str]:
 def test_refusals() -> None:
     for found in pool(2).run(refusals):
         assert len(found) == 3
-        for text, word in zip(found, ("DistributedDataParallel", "optimizer of this package", "Adafactor"), strict=True):
+        words = ("DistributedDataParallel", "optimizer of this package", "Adafactor")
+        for text, word in zip(found, words, strict=True):
             assert word in text

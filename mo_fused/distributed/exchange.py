@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,38 +24,45 @@ Partial = Tensor | Sequence[float]
 
 
 class Exchange:
-    """The shares that parameters belong to, and the ranks of each.
+    """The shares that parameters belong to, and the ranks of each. Parameters are told apart by their positions.
 
     Args:
         params: all parameters, also those without a gradient: the same on every rank of a mesh, in the same order.
         partition: process group whose ranks have plain parameters of their own each (ZeRO-1), or None.
     """
 
-    def __init__(self, params: Iterable[Tensor], partition: Any = None) -> None:
+    def __init__(self, params: Sequence[Tensor], partition: Any = None) -> None:
         self._ranks: dict[tuple[int, ...], Ranks] = {}
-        self._shares: dict[int, Share] = {}
-        self._place: dict[int, int] = {}
         self.plain: Share | None = None
         """What plain parameters belong to; None: they are the same on all ranks, or nobody else's."""
-        counts: dict[tuple[int, ...], int] = {}
-        meshes: dict[Any, Ranks] = {}
-        for p in params:
-            if not shards.is_dtensor(p) or shards.is_elsewhere(p) or id(p) in self._shares:
-                continue
-            mesh = p.device_mesh  # type: ignore[attr-defined]
-            if mesh not in meshes:
-                found = ranks.of_mesh(mesh)
-                meshes[mesh] = self._ranks.setdefault(found.members, found)
-            members = meshes[mesh].members
-            self._shares[id(p)] = Share(members, shards.cut_of(p).replicas)
-            self._place[id(p)] = counts.get(members, 0)
-            counts[members] = counts.get(members, 0) + 1
-        self._counts = counts
         if partition is not None:
             found = ranks.of_group(partition)
             self._ranks.setdefault(found.members, found)
             self.plain = Share(found.members, 1, sharded=False)
-        known = dict.fromkeys(self._shares.values())
+        meshes: dict[Any, Ranks] = {}
+        self._counts: dict[tuple[int, ...], int] = {}
+        self._place: list[int] = []
+        self.shares: list[Share | None] = []
+        """Of each parameter; None: it is this process's alone, or the same on all."""
+        for p in params:
+            share, place = None if shards.is_dtensor(p) else self.plain, -1
+            if shards.is_dtensor(p) and not shards.is_elsewhere(p):
+                mesh = p.device_mesh  # type: ignore[attr-defined]
+                if mesh not in meshes:
+                    found = ranks.of_mesh(mesh)
+                    meshes[mesh] = self._ranks.setdefault(found.members, found)
+                members = meshes[mesh].members
+                share = Share(members, shards.cut_of(p).replicas)
+                place = self._counts.get(members, 0)
+                self._counts[members] = place + 1
+            self.shares.append(share)
+            self._place.append(place)
+        self.places: dict[Share | None, list[int]] = {}
+        """The parameters of each share; not those of meshes that this process is not in."""
+        for i, p in enumerate(params):
+            if not shards.is_elsewhere(p):
+                self.places.setdefault(self.shares[i], []).append(i)
+        known = dict.fromkeys(s for s in self.shares if s is not None and s.sharded)
         # Smaller sets first, all processes in one order: nobody waits for somebody who waits, and what the last knows
         # of the others' gradients, the larger sets learn too.
         self._order = sorted(self._ranks.values(), key=lambda r: (r.size, r.members))
@@ -66,10 +73,6 @@ class Exchange:
 
     def __bool__(self) -> bool:
         return bool(self._order)
-
-    def share_of(self, p: Tensor) -> Share | None:
-        """What a parameter belongs to; None: it is this process's alone, or the same on all."""
-        return self._shares.get(id(p), self.plain if not shards.is_dtensor(p) else None)
 
     def ranks_of(self, share: Share) -> Ranks:
         """Those that the parameters of a share are cut among."""
@@ -111,8 +114,8 @@ class Exchange:
 
     # -- after the update ---------------------------------------------------------------------------------------------
 
-    def whole_rows(self, params: Sequence[Tensor], sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective: what the rows of ``params`` are over all parts of their parameters, (sums, largest).
+    def whole_rows(self, positions: Sequence[int], sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        """Collective: what rows of the parameters at ``positions`` are over all parts of them, (sums, largest).
 
         ``sums``: ``(n, 6)`` as ROW_SUMS, squares for norms; ``largest``: ``(n,)``, magnitudes. Rows of plain parameters
         come back as they are. Parameters of a mesh that have no row here (no gradient) take part as zeros.
@@ -122,9 +125,11 @@ class Exchange:
             n = self._counts.get(r.members, 0)
             if not n:
                 continue
-            mine = [i for i, p in enumerate(params) if (s := self._shares.get(id(p))) and s.members == r.members]
-            index = torch.tensor(mine, dtype=torch.int64, device=sums.device)
-            place = torch.tensor([self._place[id(params[i])] for i in mine], dtype=torch.int64, device=sums.device)
+            of_ranks = [(i, at, self.shares[at]) for i, at in enumerate(positions)]
+            mine = [
+                (i, self._place[at], s.replicas) for i, at, s in of_ranks if s and s.sharded and s.members == r.members
+            ]
+            index, place, replicas = torch.tensor(mine, dtype=torch.int64, device=sums.device).reshape(-1, 3).unbind(1)
             nan = largest[index].isnan()
             table = torch.zeros((n, len(ROW_SUMS) + 1), dtype=torch.float64, device=sums.device)
             table[place, :-1] = sums[index]
@@ -132,7 +137,6 @@ class Exchange:
             tops = torch.zeros(n, dtype=torch.float64, device=sums.device)
             tops[place] = torch.where(nan, math.inf, largest[index])
             table, tops = r.add(table), r.largest(tops)
-            replicas = torch.tensor([self._shares[id(params[i])].replicas for i in mine], device=sums.device)
             found = table[place]
             sums[index] = found[:, :-1] / replicas.reshape(-1, 1)
             largest[index] = torch.where(found[:, -1] > 0, math.nan, tops[place])

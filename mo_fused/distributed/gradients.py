@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +13,38 @@ from torch import Tensor
 from ..device_gradients import on_one_device
 from ..host_gradients import HostGradients
 from ..stats import GradStats
-from ..table import MEASURE
+from ..table import MEASURE, same_items
 from . import shards
-from .exchange import ROW_SUMS, Exchange, Partial, combined, record_of
+from .exchange import ROW_SUMS, Exchange, Partial, combined
 from .ranks import Share
+
+_KEPT = 8
+
+
+class _Kept(threading.local):
+    """The last exchanges of this thread, by how their tensors lie."""
+
+    def __init__(self) -> None:
+        self.exchanges: OrderedDict[Any, Exchange] = OrderedDict()
+        self.last: tuple[list[Any], Exchange] = ([], Exchange([]))
+
+
+_kept = _Kept()
+
+
+def _exchange_of(owners: Sequence[Tensor]) -> Exchange:
+    specs = [getattr(owner, "_spec", None) for owner in owners]
+    if same_items(specs, _kept.last[0]):  # which are alive, so that identities mean something
+        return _kept.last[1]
+    key = tuple(specs)
+    found = _kept.exchanges.pop(key, None)
+    if found is None:
+        found = Exchange(owners)
+    _kept.exchanges[key] = found
+    _kept.last = specs, found
+    while len(_kept.exchanges) > _KEPT:
+        _kept.exchanges.popitem(last=False)
+    return found
 
 
 class SharedGradients:
@@ -25,15 +56,20 @@ class SharedGradients:
     """
 
     def __init__(self, owners: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        self._owners = list(owners)
-        self._exchange = Exchange(owners)
+        self._exchange = _exchange_of(owners)
+        kind = shards.dtensor_type()
         self._here: list[Tensor | None] = []
         for owner, grad in zip(owners, grads, strict=True):
-            if grad is not None and shards.is_dtensor(owner):
-                grad = shards.local(shards.added_up(grad) if owner is grad else shards.settled(owner, grad))
-            self._here.append(None if grad is None or shards.is_elsewhere(owner) else grad.detach())
-        there = [g for g in self._here if g is not None]
-        self.device = there[0].device if there else torch.device("cpu")
+            if type(grad) is kind:
+                spec = grad._spec  # type: ignore[union-attr]
+                if owner is grad:
+                    grad = shards.added_up(grad)
+                elif spec is not owner._spec or not shards.is_settled(owner, grad):  # type: ignore[attr-defined, arg-type]
+                    grad = shards.settled(owner, grad)  # type: ignore[arg-type]
+                grad = grad._local_tensor  # type: ignore[union-attr]
+            self._here.append(grad)
+        first = next((g for g in self._here if g is not None), None)
+        self.device = torch.device("cpu") if first is None else first.device
         self._rows = torch.zeros((len(self._here), len(ROW_SUMS)), dtype=torch.float64)
         self._largest = torch.zeros(len(self._here), dtype=torch.float64)
 
@@ -45,7 +81,7 @@ class SharedGradients:
     def stats(self) -> GradStats:
         """The same and counts, for each tensor too."""
         total = combined(self._totals(rows=True)).cpu()
-        rows, largest = self._exchange.whole_rows(self._owners, self._rows, self._largest)
+        rows, largest = self._exchange.whole_rows(range(len(self._here)), self._rows, self._largest)
 
         def tensor(value: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
             return (value.round() if dtype == torch.int64 else value).to(self.device, dtype)
@@ -63,13 +99,11 @@ class SharedGradients:
 
     def _totals(self, rows: bool) -> Tensor:
         """Records that add up to everything; ``rows``: of each gradient too."""
-        places: dict[Share | None, list[int]] = {}
-        for i, grad in enumerate(self._here):
-            if grad is not None:
-                places.setdefault(self._exchange.share_of(self._owners[i]), []).append(i)
-        partials: dict[Share | None, list[Partial]] = {
-            share: [self._measured(index, rows)] for share, index in places.items()
-        }
+        partials: dict[Share | None, list[Partial]] = {}
+        for share, places in self._exchange.places.items():
+            index = [i for i in places if self._here[i] is not None]
+            if index:
+                partials[share] = [self._measured(index, rows)]
         return self._exchange.totals(partials, None, self.device)[0]
 
     def _measured(self, index: list[int], rows: bool) -> Partial:
@@ -83,10 +117,9 @@ class SharedGradients:
             return record
         host = HostGradients(list(grads))
         host.run(MEASURE)
-        values = torch.tensor(host.rows(), dtype=torch.float64)
         if rows:
+            values = torch.tensor(host.rows(), dtype=torch.float64)
             self._rows[index, 0] = values[:, 0].square()
-            self._rows[index, 1], self._rows[index, 2] = values[:, 2], values[:, 3]
+            self._rows[index, 1:3] = values[:, 2:]
             self._largest[index] = values[:, 1]
-        sumsq, exponent = record_of(values[:, 0].numpy(), 1.0)
-        return [sumsq, exponent, host.amax, float(values[:, 2].sum()), float(values[:, 3].sum())]
+        return host.record()

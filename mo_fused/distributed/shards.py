@@ -6,7 +6,7 @@ A DTensor cannot exist before ``torch.distributed.tensor`` is imported, which ta
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,18 +17,41 @@ from torch import Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+_found: type | None = None
+
+
 def dtensor_type() -> type | None:
     """``torch.distributed.tensor.DTensor`` if anything has imported it, else None."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", None)
+    global _found
+    if _found is None:
+        _found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return _found
 
 
 def is_dtensor(t: Any) -> bool:
     """Whether a tensor is a DTensor."""
-    if type(t) in _PLAIN:
+    kind = type(t)
+    if kind in _PLAIN:
         return False
     found = dtensor_type()
-    return found is not None and isinstance(t, found)
+    return found is not None and (kind is found or isinstance(t, found))
+
+
+def any_dtensor(tensors: Iterable[Any]) -> bool:
+    """Whether there is a DTensor among many tensors, most of which are plain."""
+    return dtensor_type() is not None and any(is_dtensor(t) for t in tensors if type(t) not in _PLAIN)
+
+
+def unsettled(params: Sequence[Any]) -> list[Tensor]:
+    """Of many DTensors those with a gradient that cannot be used as it is, or is none of a DTensor."""
+    kind = dtensor_type()
+    looked_at = [
+        p
+        for p in params
+        if (grad := p.grad) is not None
+        and (type(grad) is not kind or grad._spec is not p._spec or type(grad._local_tensor) not in _PLAIN)
+    ]
+    return [p for p in looked_at if not is_settled(p, p.grad)]
 
 
 def local(t: Any) -> Any:

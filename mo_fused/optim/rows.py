@@ -142,10 +142,9 @@ class RowSet:
         Whether rows are planned again is each rank's own business, so nothing that communicates depends on it.
         """
         self._settled = {}
-        for p in self._dtensors:
+        for p in shards.unsettled(self._dtensors):
             grad = p.grad
-            # One that is not a DTensor is refused when it is validated.
-            if grad is None or not shards.is_dtensor(grad) or shards.is_settled(p, grad):
+            if grad is None or not shards.is_dtensor(grad):  # refused when it is validated
                 continue
             self._settled[id(p)] = grad = shards.settled(p, grad)
             if self._clip_in_place:  # which writes to it
@@ -157,7 +156,9 @@ class RowSet:
 
     def _update_addresses(self) -> list[Tensor | None] | None:
         """Looks at all operands of the native rows; their gradients, or None when more than addresses changed."""
-        given = {i: self._settled[id(p)] for i in self._distributed if id(p := self.row_params[i]) in self._settled}
+        given = {}
+        if self._settled:
+            given = {i: self._settled[id(p)] for i in self._distributed if id(p := self.row_params[i]) in self._settled}
         grads, noticed = refresh_rows(
             self.rows,
             self.row_params,
@@ -171,10 +172,13 @@ class RowSet:
         )
         if noticed & ROWS_CHANGED:
             return None
-        for i in self._distributed:
-            if grads[i] is not None and not shards.is_dtensor(grads[i]):
+        if self._distributed:
+            mine = [grads[i] for i in self._distributed]
+            if any(g is not None and not shards.is_dtensor(g) for g in mine):
                 return None
-            grads[i] = shards.local(grads[i])
+            for i, grad in zip(self._distributed, mine, strict=True):
+                if grad is not None:
+                    grads[i] = grad._local_tensor  # type: ignore[attr-defined]
         if self.offloaded is not None:
             if not self._add_taken(grads) or self.offloaded.has_moved():
                 return None
@@ -287,7 +291,7 @@ class RowSet:
                     row = self.planner.row(optimizer, position, g, p, grad)
                     row.structure = structure[g]
                     self._keep_freshness(row)
-                row.share = None if row.backend == "torch" else self.exchange.share_of(p)
+                row.share = None if row.backend == "torch" else self.exchange.shares[position]
                 cache[id(p)] = row
                 rows.append(row)
         except BaseException:
