@@ -54,7 +54,8 @@ struct Row {
   uint64_t stream;    // of random numbers: from the seed and the parameter's position
   uint64_t scale[3];  // of quantised states: addresses of a float32 for each block
   int64_t block;      // elements of a block of quantised states, a power of two; 0: they are not quantised
-  uint64_t reserved[11];  // a power of two: with another size Triton's kernels run out of registers
+  int64_t offset;     // index in the whole tensor of the row's first element: what its random numbers go by
+  uint64_t reserved[10];  // a power of two: with another size Triton's kernels run out of registers
 };
 static_assert(sizeof(Row) == 256, "Row is mirrored by mo_fused/table.py");
 
@@ -245,7 +246,7 @@ struct DeviceStep {
   int32_t sums;  // of the update: 0 none, 1 update and parameter, 2 also the gradient
   int32_t from_tensors;
   int32_t wide;  // the programs are those of float64 parameters
-  int32_t reserved;
+  int32_t elsewhere;  // 1: the totals are those of the extras alone, which contain this table's gradients already
 };
 static_assert(sizeof(DeviceStep) == 23 * 8 + 10 * 4, "mirrored by table.py");
 

@@ -201,12 +201,17 @@ class DevicePart:
         return self._partial
 
     def finish(
-        self, extras: Sequence[Tensor] = (), norm: Tensor | None = None, found_inf: Tensor | None = None
+        self,
+        extras: Sequence[Tensor] = (),
+        norm: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        elsewhere: bool = False,
     ) -> None:
         """The decision and the scalars. ``extras``: the partials of gradients that are elsewhere.
 
         ``norm``: the total norm where it is known already (0-dim float64 on this device). ``found_inf``: what somebody
-        has found, in the place of what :meth:`begin` was asked.
+        has found, in the place of what :meth:`begin` was asked. ``elsewhere``: the extras contain this device's
+        gradients already, which are not added once more.
         """
         if found_inf is not None:
             self._ask = replace(self._ask, found_inf=self._brought(_as_flag(found_inf)))
@@ -214,7 +219,7 @@ class DevicePart:
         if extras:
             there = torch.stack([e.to(self.device, non_blocking=True) for e in extras])
         with dispatch.on_device(self.device):
-            self._backend.finish(self.table, self.stats.address, self._ask, self._first, there, norm)
+            self._backend.finish(self.table, self.stats.address, self._ask, self._first, there, norm, elsewhere)
         if self._late_report is not None:
             self._late_report.copy_(self.stats.tensor[RESULT_AT["found_inf"]])
 

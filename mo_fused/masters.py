@@ -39,10 +39,13 @@ def step_key(stream: int, step: int, slot: int = _MASTER_SLOT) -> int:
     return _mix64(of_slot + step * 0xD1342543DE82EF95 & _MASK64)
 
 
-def draw(shape: torch.Size, key: int, device: torch.device) -> Tensor:
-    """32 random bits for every element, by its index in the order of the shape (int64, values below 2**32)."""
+def draw(shape: torch.Size, key: int, device: torch.device, offset: int = 0) -> Tensor:
+    """32 random bits for every element, by its index in the order of the shape (int64, values below 2**32).
+
+    ``offset``: index of the first element, where this is a part of a larger tensor.
+    """
     mask = 0xFFFFFFFF
-    index = torch.arange(shape.numel(), dtype=torch.int64, device=device)
+    index = torch.arange(offset, offset + shape.numel(), dtype=torch.int64, device=device)
     x = (index & mask) * 0x9E3779B1 & mask
     x ^= (key & mask) + (index >> 32) * 0x85EBCA77 & mask
     x ^= x >> 16
@@ -121,8 +124,11 @@ def load(p: Tensor, rest: Tensor | None, mode: str) -> Tensor:
     return torch.where(lost.abs() <= x.abs() * half + least, x + lost, x)
 
 
-def store(x: Tensor, p: Tensor, rest: Tensor | None, mode: str, key: int) -> Tensor:
-    """Writes weights to a parameter and its rest; what they keep of it, in float32."""
+def store(x: Tensor, p: Tensor, rest: Tensor | None, mode: str, key: int, offset: int = 0) -> Tensor:
+    """Writes weights to a parameter and its rest; what they keep of it, in float32.
+
+    ``key`` and ``offset``: of the random numbers, see :func:`draw`.
+    """
     from .reference import narrow  # which knows how kernels round
 
     target = p.detach()
@@ -134,7 +140,7 @@ def store(x: Tensor, p: Tensor, rest: Tensor | None, mode: str, key: int) -> Ten
     if mode in BF16_ONLY:
         assert rest is not None
         if mode == "split8":
-            x = _rounded_24(x, draw(x.shape, key, x.device))
+            x = _rounded_24(x, draw(x.shape, key, x.device, offset))
         target.copy_(rounded_away(x).reshape(p.shape))
         low = _remainder(x, target)
         rest.copy_(low >> 8 if mode == "split8" else low)
@@ -146,7 +152,7 @@ def store(x: Tensor, p: Tensor, rest: Tensor | None, mode: str, key: int) -> Ten
         target.copy_(stored)
         rest.copy_(narrow(torch.where(lost.isfinite(), lost, torch.zeros_like(lost)), p.dtype))
         return load(p, rest, mode)
-    target.copy_(stochastic(x, p.dtype, draw(x.shape, key, x.device)))
+    target.copy_(stochastic(x, p.dtype, draw(x.shape, key, x.device, offset)))
     return target.float()
 
 

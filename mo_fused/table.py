@@ -45,7 +45,8 @@ ROW = np.dtype(
         ("stream", "u8"),
         ("scale", "u8", (3,)),
         ("block", "i8"),
-        ("reserved", "u8", (11,)),
+        ("offset", "i8"),
+        ("reserved", "u8", (10,)),
     ]
 )
 CHUNK = np.dtype([("start", "i8"), ("row", "i4"), ("length", "i4")])
@@ -117,7 +118,7 @@ DEVICE_STEP = np.dtype(
     + [(n, "u8") for n in ("tiles", "update_sums", "param_sums", "runs")]
     + [("n_runs", "i8")]
     + [(n, "i4") for n in ("device", "phases", "rule", "measured", "clipping", "skip_nonfinite", "sums")]
-    + [(n, "i4") for n in ("from_tensors", "wide", "reserved")]
+    + [(n, "i4") for n in ("from_tensors", "wide", "elsewhere")]
 )
 SETTINGS_WORDS = 32
 DEVICE_CHUNK_WORDS = 4

@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 import mo_fused
 from mo_fused import dispatch
+from mo_fused.device_gradients import measuring, on_one_device
 
 pytestmark = pytest.mark.device_only(reason="test_triton_suite.py and test_cuda_suite.py run it")
 
@@ -173,3 +174,50 @@ def test_parameters_of_torchs_own_step_share_norm_and_skip(case: Case) -> None:
     for i, (p, q) in enumerate(zip(params, truth, strict=True)):
         p, q = (torch.view_as_real(x.detach()) if x.is_complex() else x.detach() for x in (p, q))
         assert_close(p, q, 8, f"parameter {i}")
+
+
+# -- totals that other devices have a share in ------------------------------------------------------------------------
+
+
+def finished(part: Any, max_norm: float, *extras: Tensor, **options: Any) -> dict[str, float]:
+    """The result of one measurement and finish of a device's part."""
+    part.begin(measuring(max_norm), first=True)
+    part.measure(count_zeros=True)
+    part.finish(extras, **options)
+    names = ("grad_norm", "clip_coef", "nonfinite", "zeros", "grad_amax", "found_inf")
+    return {name: float(part.stats.field(name)) for name in names}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "nonfinite"])
+def test_extras_that_contain_these_gradients(bad: bool, scale: float) -> None:
+    """With ``elsewhere`` the totals are those of the extras; without it the device's own are added to them."""
+
+    def part_of(seed: int, zeros: int, shapes: Sequence[tuple[int, ...]]) -> Any:
+        grads = [noise(shape, seed + i, scale=scale) for i, shape in enumerate(shapes)]
+        grads[0][:zeros] = 0.0
+        if bad:
+            grads[0][-1] = math.inf
+        found = on_one_device(grads)
+        assert found is not None
+        kept.append(grads)  # the table has their addresses alone
+        return found._part
+
+    kept: list[Any] = []
+    part, other = part_of(1, 2, [(40,), (33, 3), (2300,)]), part_of(11, 3, [(50,), (700,)])
+    limit = 0.5 * scale
+    usual = finished(part, limit)
+    assert usual["zeros"] == 2 and usual["nonfinite"] == bad and usual["clip_coef"] < 1
+    own = part.partial().clone()
+    same = pytest.approx(usual, rel=0, abs=0, nan_ok=True)
+    assert finished(part, limit, own, elsewhere=True) == same
+    assert finished(part, limit) == same, "and it is over with that step"
+    twice = {k: usual[k] * {"grad_norm": math.sqrt(2), "zeros": 2, "nonfinite": 2}.get(k, 1) for k in usual}
+    coef = min(1.0, limit / (twice["grad_norm"] + 1e-6))
+    doubled = pytest.approx({**twice, "clip_coef": coef}, rel=1e-12, nan_ok=True)
+    assert finished(part, limit, own) == doubled
+    assert finished(part, limit, own, own, elsewhere=True) == doubled
+    of_other = finished(other, limit)
+    assert of_other["zeros"] == 3
+    alone = finished(part, limit, other.partial().clone(), elsewhere=True)
+    assert alone == pytest.approx(of_other, rel=0, abs=0, nan_ok=True)

@@ -110,6 +110,7 @@ def test_records_mirror_each_other() -> None:
     names = {"PARAM": "param", "GRAD": "grad", "STATE0": "state", "STEP": "step", "LAYOUT": "layout", "FRESH": "fresh"}
     names |= {"GROUP_AND_FLAGS": "group", "NUMEL": "numel", "DTYPES": "dtype", "FIRST_CHUNK": "first_chunk"}
     names |= {"CHUNKS": "chunks", "FACTORED": "factored", "MASTER": "master", "STREAM": "stream", "SCALE0": "scale"}
+    names["OFFSET"] = "offset"
     for constant, name in names.items():
         assert getattr(t, constant).value == words(ROW, name), name
     assert (t.STATE1.value, t.STATE2.value) == (t.STATE0.value + 1, t.STATE0.value + 2)
@@ -183,7 +184,7 @@ def test_codes_and_scales_are_those_of_the_twin(code: quantised.Code, block: int
     random = masters.draw(values.shape, key, values.device) >> 16
     kept = square_root(values) if code.root else values
     wanted_codes, wanted_scale = quantised.encode(kept, code, old_scale, random)
-    for start in (0, 2**32 - tile):
+    for start in (0, 2**32 - tile, 2**33 - block):
         codes, scale, new = (x.clone().to(DEVICE) for x in (old_codes, old_scale, values))
         found = torch.zeros(values.shape, device=DEVICE)
         apart = torch.full(values.shape, -1, dtype=torch.int64, device=DEVICE)

@@ -38,6 +38,7 @@ STREAM = tl.constexpr(16)
 SCALE0 = tl.constexpr(17)  # of quantised moments
 SCALE1 = tl.constexpr(18)
 SCALE2 = tl.constexpr(19)
+OFFSET = tl.constexpr(21)  # of the row's first element in the whole tensor: what random numbers go by
 ROW_WORDS = tl.constexpr(32)
 
 # Flags of a row, as in csrc/abi.h.

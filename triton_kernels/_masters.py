@@ -39,19 +39,28 @@ def step_key(stream, step, SLOT: tl.constexpr):
 
 @triton.jit
 def draw(index, key):
-    """32 random bits (uint32) for each element. ``index``: int64, in the row; ``key``: int64."""
+    """32 random bits (uint32) for each element. ``index``: int64, in the whole tensor; ``key``: int64."""
     low = (index & 0xFFFFFFFF).to(tl.uint32)
     high = ((index >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return draw_at(low, high, key)
+    return draw_at(low, of_upper(high, key), key)
+
+
+# The next upper half's number is this one's plus so much.
+UPPER_STEP = tl.constexpr(0x85EBCA77)
 
 
 @triton.jit
-def draw_at(low, high, key):
-    """The same, of the halves of the index."""
-    key_low = (key & 0xFFFFFFFF).to(tl.uint32)
+def of_upper(high, key):
+    """What the upper half of an index (uint32) puts into its draw."""
+    return (key & 0xFFFFFFFF).to(tl.uint32) + high * UPPER_STEP
+
+
+@triton.jit
+def draw_at(low, upper, key):
+    """The same, of the lower half of the index and :func:`of_upper` of the upper."""
     key_high = ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
     x = low * 0x9E3779B1
-    x = x ^ (key_low + high * 0x85EBCA77)
+    x = x ^ upper
     x = x ^ (x >> 16)
     x = x * 0x21F0AAAD
     x = x ^ (x >> 15)
@@ -218,7 +227,7 @@ def store_weight(
     MODE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Stores weights and returns what storage keeps of them. ``index``: of the elements in the row, int64."""
+    """Stores weights and returns what storage keeps of them. ``index``: of the elements in the whole tensor, int64."""
     u = bits_of(x)
     kept = x
     if MODE == MASTER32:

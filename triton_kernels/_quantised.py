@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import _chunk as t
-from ._masters import bits_of, draw_at, put, raw
+from ._masters import UPPER_STEP, bits_of, draw_at, of_upper, put, raw
 from ._rules import divide, magnitude_bits, square_root
 
 # Those of roots are odd.
@@ -55,10 +55,14 @@ def scale_operands(row, start, QBLOCK: tl.constexpr):
 
 @triton.jit
 def random_bits(start, key, BLOCK: tl.constexpr):
-    """32 for each element of the tile that begins at element ``start`` of the row: 16 for each of two moments."""
-    low = (start & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)  # a multiple of the tile: no carry
-    high = ((start >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    return draw_at(low, high, key)
+    """32 for each element of the tile that begins at element ``start`` of the whole tensor: 16 for each of two moments.
+
+    The upper half of the index may change within the tile; for indices of 64 bits there are not enough registers.
+    """
+    low = (start & 0xFFFFFFFF).to(tl.uint32)
+    upper = of_upper(((start >> 32) & 0xFFFFFFFF).to(tl.uint32), key)
+    index = low + tl.arange(0, BLOCK).to(tl.uint32)
+    return draw_at(index, tl.where(index < low, upper + UPPER_STEP, upper), key)
 
 
 @triton.jit

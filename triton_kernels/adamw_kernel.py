@@ -33,6 +33,7 @@ def adamw_tile(
     scalars,
     key,
     state_key,
+    origin,
     sums,
     P: tl.constexpr,
     G: tl.constexpr,
@@ -95,7 +96,7 @@ def adamw_tile(
         t.store_tile(at[0], p_off, inside, new_p, P, MASKED)
         kept = widen(narrow(new_p, P), P, COMPUTE)
     else:
-        element = index.to(tl.int64) + start
+        element = index.to(tl.int64) + origin
         kept = store_weight(at[0], at[5], p_off, r_off, inside, new_p, element, key, P, MODE, MASKED)
     if QBLOCK == 0:
         t.store_tile(at[2], m_off, inside, m, M, MASKED)
@@ -103,7 +104,7 @@ def adamw_tile(
         if W != NONE:
             t.store_tile(at[4], w_off, inside, w, W, MASKED)
     else:
-        random = random_bits(start + first, state_key, BLOCK)
+        random = random_bits(origin + first, state_key, BLOCK)
         store_moment(at[2], scales_at[0], first, length, m, random >> 16, M, QBLOCK, WIDTH, MASKED)
         store_moment(at[3], scales_at[1], first, length, v, random & 0xFFFF, V, QBLOCK, WIDTH, MASKED)
         if W != NONE:
@@ -162,6 +163,7 @@ def adamw_kernel(
             state_key = key
             if QBLOCK != 0:
                 state_key = tl.load(t.words(row_scalars) + row_index * t.SCALARS + t.STATE_KEY)
+            origin = start + tl.load(row + t.OFFSET)  # the chunk's first element, in the whole tensor
             layout = tl.load(row + t.LAYOUT)
             at = (
                 t.operand(tl.load(row + t.PARAM), start, P, ALIGNED, STRIDED),
@@ -188,6 +190,7 @@ def adamw_kernel(
                     scalars,
                     key,
                     state_key,
+                    origin,
                     sums,
                     P,
                     G,
@@ -213,6 +216,7 @@ def adamw_kernel(
                     scalars,
                     key,
                     state_key,
+                    origin,
                     sums,
                     P,
                     G,

@@ -187,6 +187,8 @@ def finish_kernel(
 ):
     """``grad_scale_at``, ``found_inf_at``: addresses of float32 scalars, or 0. ``report_at``: receives found_inf.
 
+    ``n_chunks``: 0 where ``extras`` contain the gradients of these chunks already.
+
     NORM_GIVEN: ``extras`` is the address of the total norm (float64), which is not measured here.
     """
     grad_scale = scalar_or(grad_scale_at, 1.0)

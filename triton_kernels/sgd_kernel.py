@@ -32,6 +32,7 @@ def sgd_tile(
     s,
     key,
     state_key,
+    origin,
     sums,
     P: tl.constexpr,
     G: tl.constexpr,
@@ -65,10 +66,10 @@ def sgd_tile(
         t.store_tile(at[0], p_off, inside, new_p, P, MASKED)
         kept = widen(narrow(new_p, P), P, COMPUTE)
     else:
-        element = index.to(tl.int64) + start
+        element = index.to(tl.int64) + origin
         kept = store_weight(at[0], at[3], p_off, r_off, inside, new_p, element, key, P, MODE, MASKED)
     if QBLOCK != 0:
-        random = random_bits(start + first, state_key, BLOCK)
+        random = random_bits(origin + first, state_key, BLOCK)
         store_moment(at[2], scales_at[0], first, length, buf, random >> 16, B, QBLOCK, WIDTH, MASKED)
     elif B != NONE:
         t.store_tile(at[2], b_off, inside, buf, B, MASKED)
@@ -121,6 +122,7 @@ def sgd_kernel(
             state_key = key
             if QBLOCK != 0:
                 state_key = tl.load(t.words(row_scalars) + row_index * t.SCALARS + t.STATE_KEY)
+            origin = start + tl.load(row + t.OFFSET)  # the chunk's first element, in the whole tensor
             layout = tl.load(row + t.LAYOUT)
             at = (
                 t.operand(tl.load(row + t.PARAM), start, P, ALIGNED, STRIDED),
@@ -145,6 +147,7 @@ def sgd_kernel(
                     scalars,
                     key,
                     state_key,
+                    origin,
                     sums,
                     P,
                     G,
@@ -168,6 +171,7 @@ def sgd_kernel(
                     scalars,
                     key,
                     state_key,
+                    origin,
                     sums,
                     P,
                     G,

@@ -46,7 +46,7 @@ struct BlockWeights<kSplit8, bf16> {
   BlockWeights(const Row& row, const RowScalars& rs, int64_t first)
       : p(reinterpret_cast<uint16_t*>(row.param) + first),
         low(reinterpret_cast<int8_t*>(row.master) + first),
-        draws{step_key(row.stream, rs.step, kMaster), first} {}
+        draws{step_key(row.stream, rs.step, kMaster), row.offset + first} {}
   MO_RULE f32v load_from(int64_t i) const { return join_weights(load_wide(p + i), u32v(load_wide(low + i) << 8)); }
   MO_RULE void store_to(int64_t i, const f32v& x) const {
     store_split8(p + i, low + i, (u32v)x, draws.vector(i));
@@ -76,7 +76,7 @@ void adamw_quantised_kernel(const Row& row, const Chunk& chunk, const RowScalars
   const P* g = reinterpret_cast<const P*>(row.grad) + chunk.start;
   const Moment<kFirst> first(row, 0, chunk.start);
   const Moment<kSecond> second(row, 1, chunk.start);
-  const Draws draws{step_key(row.stream, rs.step, kState0), chunk.start};
+  const Draws draws{step_key(row.stream, rs.step, kState0), row.offset + chunk.start};
   alignas(64) float of_first[kLargestBlock], of_second[kLargestBlock];
   for (int64_t b = 0, k = 0; b < chunk.length; b += row.block, ++k) {
     const float first_scale = first.scale[k], second_scale = second.scale[k];

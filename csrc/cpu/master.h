@@ -76,7 +76,7 @@ struct Weights {
   // `first`: index of the first element in the parameter. Afterwards `from` holds what storage keeps.
   void store_weights(void* param, void* rest, float* from, int64_t first, int64_t n) const {
     uint16_t* p = static_cast<uint16_t*>(param);
-    const Draws draws{key, first};
+    const Draws draws{key, row.offset + first};
     switch (row.master_mode) {
       case kMaster32:
         memcpy(rest, from, size_t(n) * sizeof(float));

@@ -113,8 +113,8 @@ inline void encode_tile(float* from, const Row& row, uint64_t key, int64_t first
       if (Code<kType>::kRoot) store(from + i, x = square_root(x));
       largest = larger(largest, u32v(float_bits(x) & 0x7fffffffu));
     }
-    encode_block<kType, kOperand>(codes + code_bytes<kType>(b), *scale, from + b, largest_of(largest), Draws{key, first + b},
-                                  row.block);
+    encode_block<kType, kOperand>(codes + code_bytes<kType>(b), *scale, from + b, largest_of(largest),
+                                  Draws{key, row.offset + first + b}, row.block);
   }
 }
 

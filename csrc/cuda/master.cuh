@@ -135,7 +135,8 @@ __device__ __forceinline__ const uint64_t& shared_key(const Row& row, const RowS
 }
 
 // 32 random bits for element `index` of the row.
-__device__ __forceinline__ uint32_t drawn(const uint64_t& key, int64_t index) {
+__device__ __forceinline__ uint32_t drawn(const Row& row, const uint64_t& key, int64_t index) {
+  index += row.offset;
   return MO_ISA::draw(uint32_t(index), uint32_t(uint64_t(index) >> 32), key);
 }
 
@@ -144,7 +145,7 @@ __device__ __forceinline__ float store_weight(const Row& row, const uint64_t& ke
                                               float x) {
   const int dtype = row.dtype[kParam];
   const WeightParts parts = with_mode(row, [&](auto mode) {
-    return split_weight<mode.value>(dtype, x, [&] { return drawn(key, index); });
+    return split_weight<mode.value>(dtype, x, [&] { return drawn(row, key, index); });
   });
   store_bits(row.param, dtype == kF32 ? 4 : 2, at.param, parts.param);
   store_bits(row.master, rest_size(row), at.rest, parts.rest);

@@ -65,7 +65,7 @@ __device__ __forceinline__ void store_weights(const Row& row, const uint64_t& ke
     const int dtype = row.dtype[kParam];
 #pragma unroll
     for (int k = 0; k < kQuad; ++k) {
-      const auto parts = split_weight<mode.value>(dtype, weight[k], [&] { return drawn(key, index + k); });
+      const auto parts = split_weight<mode.value>(dtype, weight[k], [&] { return drawn(row, key, index + k); });
       param[k] = parts.param, rest[k] = parts.rest, weight[k] = parts.kept;
     }
   });

@@ -211,7 +211,7 @@ struct Quantised {
   __device__ __forceinline__ void encode(int64_t index, int lane, bool there) {
     uint32_t random[kRun];
 #pragma unroll
-    for (int k = 0; k < kRun; ++k) random[k] = drawn(state_key, index + k);
+    for (int k = 0; k < kRun; ++k) random[k] = drawn(row, state_key, index + k);
     const bool first = (index & (row.block - 1)) == 0;
 #pragma unroll
     for (int n = 0; n < kSlots; ++n) {

@@ -27,13 +27,15 @@ struct Totals {
   }
 };
 
-// `extras`: records of five numbers in the order of Totals, from gradients that other devices hold.
+// Of this device's chunks, unless s.elsewhere says that the extras contain them, and of `n_extras` records of five numbers
+// in the order of Totals, from gradients that other devices hold.
 __device__ __forceinline__ Totals gradient_totals(const DeviceStep& s, int64_t n_extras) {
   constexpr int64_t none = -(int64_t(1) << 20);  // smaller than any exponent
   const auto at = [&](int name, int64_t c) { return column(s.stats, s.n_chunks, name)[c]; };
   const double* extras = as<const double>(s.extras);
+  const int64_t own = s.elsewhere ? 0 : s.n_chunks;
   int64_t exponent = none;
-  for (int64_t c = threadIdx.x; c < s.n_chunks; c += kThreads) {
+  for (int64_t c = threadIdx.x; c < own; c += kThreads) {
     if (at(kClips, c) == 0.0 || at(kSumsq, c) == 0.0) continue;
     const int64_t e = int64_t(at(kExponent, c));
     exponent = e > exponent ? e : exponent;
@@ -45,7 +47,7 @@ __device__ __forceinline__ Totals gradient_totals(const DeviceStep& s, int64_t n
   Totals t;
   t.exponent = exponent == none ? 0 : exponent;
   uint64_t largest = 0;
-  for (int64_t c = threadIdx.x; c < s.n_chunks; c += kThreads) {
+  for (int64_t c = threadIdx.x; c < own; c += kThreads) {
     if (at(kClips, c) != 0.0) t.sumsq += scaled(at(kSumsq, c), int64_t(at(kExponent, c)) - t.exponent);
     const uint64_t bits = magnitude_bits(at(kAmax, c));
     largest = bits > largest ? bits : largest;

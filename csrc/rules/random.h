@@ -25,11 +25,12 @@ MO_RULE uint64_t step_key(uint64_t stream, int64_t step, uint64_t slot) {
   return mix64(mix64(stream + slot * 0x9e3779b97f4a7c15ull) + uint64_t(step) * 0xd1342543de82ef95ull);
 }
 
-// 32 random bits for element `index`. U: uint32_t, or a vector of it; `low` and `high` are the halves of the index.
+// 32 random bits for element `index`. U: uint32_t, or a vector of it, and so is H or one number for all of a vector; `low`
+// and `high` are the halves of the index.
 // `scaled`: low * kIndexScale, which a vector of consecutive elements has from its first one's with an addition.
 constexpr uint32_t kIndexScale = 0x9e3779b1u;
-template <class U>
-MO_RULE U draw_scaled(U scaled, uint32_t high, uint64_t key) {
+template <class U, class H>
+MO_RULE U draw_scaled(U scaled, H high, uint64_t key) {
   U x = scaled ^ (uint32_t(key) + high * 0x85ebca77u);
   x ^= x >> 16;
   x *= 0x21f0aaadu;

@@ -243,6 +243,7 @@ void quantised(Digests& digests) {
             row.block = 64;
             row.mode = mo::MasterMode(mode);
             row.stream = random.bits();
+            row.shard = (int64_t(1) << 32) - row.block * int64_t(random.bits() % uint64_t(n / row.block));
             row.rest_size = rest_sizes[mode];
             row.rest.resize(size_t(row.rest_size * n));
             for (unsigned char& byte : row.rest) byte = static_cast<unsigned char>(random.bits() >> 40);

@@ -161,7 +161,7 @@ expected::Sums step(TestRow& row, const mo::Hyper& h, int rule) {
     if (wide) {
       row.op[mo::kParam].set(p_at, double(p));
     } else {
-      const Weight w = taken_apart(row, p, drawn(of_weights, i));
+      const Weight w = taken_apart(row, p, drawn(of_weights, row.shard + i));
       half = uint16_t(w.param);
       std::memcpy(row.op[mo::kParam].at(p_at), &half, 2);
       store_rest(row, rest_at, w.rest);
@@ -187,7 +187,7 @@ expected::Sums step(TestRow& row, const mo::Hyper& h, int rule) {
       c.scale[size_t(b / row.block)] = valid ? largest / reach : NAN;
       const float inverse = reach / largest;
       for (int64_t i = b; i < b + row.block; ++i) {
-        const uint32_t random = drawn(of_states, i);
+        const uint32_t random = drawn(of_states, row.shard + i);
         const double chance = k == 0 ? double(random >> 16) / 65536 : k == 1 ? double(random & 0xffff) / 65536 : 0.5;
         c.set(i, valid ? encoded(c.type, values[k][size_t(i)], inverse, chance) : 0);
       }
@@ -229,6 +229,9 @@ void add(TestTable& table, const Options& o, const Walk& walk, Random& random) {
   row.block = o.block;
   row.mode = o.mode;
   row.stream = random.bits();
+  // A shard of a larger tensor, and mostly one in which the upper half of the index changes.
+  row.shard = int64_t(random.bits() % 4 << 32) - o.block * int64_t(random.bits() % uint64_t(row.numel / o.block));
+  if (row.shard < 0) row.shard = 0;
   row.step = float(random.bits() % 5);
   const int modes[] = {0, 4, 2, 1, 2, 0};
   row.rest_size = modes[o.mode];

@@ -140,6 +140,7 @@ struct TestRow {
   int rest_size = 0;  // bytes of an element of the rest
   std::vector<unsigned char> rest;
   uint64_t stream = 0;
+  int64_t shard = 0;  // Row::offset
 
   bool strided() const { return !walk.size.empty(); }
   int64_t offset(int o, int64_t i) const { return strided() ? walk.offset(o, i) : i; }
@@ -313,6 +314,7 @@ class TestTable {
   static void describe_formats(TestRow& row, mo::Row& n) {
     n.block = row.block;
     n.stream = row.stream;
+    n.offset = row.shard;
     n.master_mode = row.mode;
     n.master = row.rest.empty() ? 0 : uint64_t(row.rest.data());
     switch (row.mode) {

@@ -70,8 +70,12 @@ def finish(
     measured: bool,
     extras: Tensor | None = None,
     norm: Tensor | None = None,
+    elsewhere: bool = False,
 ) -> None:
-    """Total norm, coefficient, skip decision, step counters and row scalars."""
+    """Total norm, coefficient, skip decision, step counters and row scalars.
+
+    ``elsewhere``: the totals are those of ``extras`` alone.
+    """
     step = _step(table, stats_at, FINISH)
     record = step[0]
     record["rule"], record["measured"], record["clipping"] = ask.rule, measured, ask.max_grad_norm is not None
@@ -84,7 +88,7 @@ def finish(
         ("norm", norm),
     ):
         record[name] = value.data_ptr() if isinstance(value, Tensor) else 0
-    record["n_extras"] = 0 if extras is None else len(extras)
+    record["n_extras"], record["elsewhere"] = 0 if extras is None else len(extras), elsewhere
     launch(step)
 
 

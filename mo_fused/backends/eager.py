@@ -190,7 +190,7 @@ def _update(
     if mode:
         old = p.clone()
         random = masters.step_key(row.stream, int(entry["step"])) if row.has_step else 0
-        kept = masters.store(new_p, param, rest, mode, random)
+        kept = masters.store(new_p, param, rest, mode, random, row.offset)
         sums = _sums(update, kept - old, kept) if want_sums else (0.0, 0.0, 0.0)
     else:
         stored = reference.narrow(new_p, param.dtype)
@@ -211,8 +211,8 @@ def _rounding_bits(key: str, row: Row, step: int) -> Tensor | None:
     """16 random bits for each element: half of a draw for each of the two moments, none for a running maximum."""
     if key == "max_exp_avg_sq":
         return None
-    shape, device = row.local.shape, row.local.device
-    drawn = masters.draw(shape, masters.step_key(row.stream, step, quantised.STATE_SLOT), device)
+    of_step = masters.step_key(row.stream, step, quantised.STATE_SLOT)
+    drawn = masters.draw(row.local.shape, of_step, row.local.device, row.offset)
     return drawn & 0xFFFF if key == "exp_avg_sq" else drawn >> 16
 
 

@@ -164,8 +164,12 @@ def finish(
     measured: bool,
     extras: Tensor | None = None,
     norm: Tensor | None = None,
+    elsewhere: bool = False,
 ) -> None:
-    """Total norm, coefficient, skip decision, step counters and row scalars."""
+    """Total norm, coefficient, skip decision, step counters and row scalars.
+
+    ``elsewhere``: the totals are those of ``extras`` alone.
+    """
     rows = len(table.rows)
     given = extras if norm is None else norm
     launch(
@@ -176,7 +180,7 @@ def finish(
         table.scalars_at,
         stats_at,
         rows,
-        table.n_chunks,
+        0 if elsewhere else table.n_chunks,
         _address(ask.grad_scale),
         _address(ask.found_inf),
         _address(ask.report),

@@ -36,6 +36,7 @@ class Row:
     factored: bool = False  # Adafactor's
     master_mode: str | None = None
     stream: int = 0  # of its random numbers
+    offset: int = 0  # index of its first element in the whole tensor of which the parameter is a shard
     backend: str = ""
     reason: str = ""
     plan: Plan | None = None
@@ -108,6 +109,8 @@ class RowPlanner:
             return False
         if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
             return False
+        if old.cut != shards.cut_of(p):
+            return False
         if self._offload is not None and self._offload.home_of(p) is not old.home:
             return False
         if old.home is not None and isinstance(old.state, OnDisk) and not old.state.holds(old.slots):
@@ -130,6 +133,7 @@ class RowPlanner:
         row = Row(position, g, p, {}, slots, self._rule.has_step, self._rule.factored, self._formats.mode_of(p))
         row.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
         row.cut = shards.cut_of(p)
+        row.offset = row.cut.offset
         row.backend, row.reason = self.choose(group, p, grad)
         if row.backend == "torch":
             self.leave_to_torch(row, row.reason, optimizer.state.get(p))

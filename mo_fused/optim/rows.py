@@ -381,6 +381,7 @@ class RowSet:
         self.rows["group"] = [r.group for r in self.native]
         self.rows["master_mode"] = [0 if r.master_mode is None else masters.MODES[r.master_mode] for r in self.native]
         self.rows["stream"] = np.array([r.stream for r in self.native], dtype=np.uint64)
+        self.rows["offset"] = [r.offset for r in self.native]
         self.rows["fresh"] = [0 if r.fresh_flag is None else r.fresh_flag.data_ptr() for r in self.native]
         h = len(self.host)
         self.table = Table(self.rows[:h], _layout_words(plans[:h]), len(groups), self._tiling(self.host))
