@@ -44,7 +44,7 @@ def any_dtensor(tensors: Iterable[Any]) -> bool:
 
 def unsettled(params: Sequence[Any]) -> list[Tensor]:
     """Of many DTensors those with a gradient that cannot be used as it is, or is none of a DTensor."""
-    kind = dtensor_type()
+    kind: Any = dtensor_type()
     looked_at = [
         p
         for p in params
