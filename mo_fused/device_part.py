@@ -15,6 +15,7 @@ from . import dispatch
 from .backends import cuda, triton
 from .device_table import DeviceTable, Signature
 from .distributed.exchange import ROW_SUMS, SQUARES
+from .distributed.factored import CutMatrices
 from .factored import Tiling
 from .request import Request
 from .stats import RESULT_AT, RESULT_WIDTH, RING, ROW, ROW_WIDTH
@@ -145,6 +146,8 @@ class DevicePart:
         """Whom the parameters of this part are shared with: all of them with the same ranks."""
         self._ring = [DeviceStats(self.table, slot) for slot in range(RING)]
         self._turn = 0
+        self.cut: CutMatrices | None = None
+        """Those of Adafactor's rows that are parts of larger parameters."""
         self.captured = False
         """A CUDA graph refers to this part's memory, which therefore has to stay."""
 
@@ -233,6 +236,12 @@ class DevicePart:
         ask, table, at = self._ask, self.table, self.stats.address
         sums = 0 if not ask.stats else 1 if self._first else 2
         with dispatch.on_device(self.device):
+            if table.tiling is not None:
+                if self.cut is not None:
+                    self.cut.exchange_sums()
+                self._backend.factors(table, at)
+                if self.cut is not None:
+                    self.cut.exchange_updates()
             self._backend.update(table, at, ask, sums)
             if ask.clip_in_place:
                 self._backend.scale_gradients(table, at)

@@ -218,8 +218,8 @@ class DeviceTable:
             tiling.length,
         )
         self.rows["first_chunk"], self.rows["chunks"] = np.cumsum(tiling.counts) - tiling.counts, tiling.counts
-        self._scratch = torch.zeros(tiling.scratch_bytes, dtype=torch.uint8, device=self.device)
-        tiling.place(self._scratch.data_ptr())
+        self.scratch = torch.zeros(tiling.scratch_bytes, dtype=torch.uint8, device=self.device)
+        tiling.place(self.scratch.data_ptr())
         self._factored = self._to_device(tiling.factored.view(np.int64).reshape(n, -1))
         self.rows["factored"] = self._factored.data_ptr() + np.arange(n, dtype=np.uint64) * FACTORED.itemsize
         self.tiles = self._to_device(tiling.tiles.view(np.int64).reshape(-1, 4))
@@ -227,6 +227,8 @@ class DeviceTable:
         """Of each tile: squares of the update before it is limited; of the parameter as the last step left it."""
         runs = tiling.runs_of_matrices()
         self.n_runs = len(runs)
+        self.wide_runs: list[bool] = np.unique(self._wide[runs[:, 0]]).tolist()
+        """Which compute types they are of."""
         self.runs = self._to_device(runs)
         """(row, first matrix, number of matrices, 0) that one program makes the factors of; shape ``(n_runs, 4)``."""
 
@@ -234,6 +236,11 @@ class DeviceTable:
     def rows_at(self) -> int:
         """Device address of the rows; like the others, for the kernels."""
         return self._rows_mirror.address
+
+    @property
+    def row_words(self) -> Tensor:
+        """The rows on the device as int32, shape ``(n, 64)``."""
+        return self._rows_mirror.tensor.view(torch.int32)
 
     @property
     def settings_at(self) -> int:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .distributed.factored import Whole
 
 FACTORED = np.dtype(
     [(n, "i8") for n in ("batch", "rows", "cols", "factored")]
     + [("norms", "u8")]
-    + [(n, "i8") for n in ("col_norms", "grid_rows", "grid_cols")]
+    + [(n, "i8") for n in ("col_norms", "grid_rows", "grid_cols", "whole_rows", "whole_cols", "whole_numel")]
+    + [("means", "u8"), ("whole", "u8"), ("reserved", "u8", (3,))]
 )
 TILE = np.dtype([(n, "i8") for n in ("rows", "cols", "row_norms", "col_norms")])
 
@@ -63,23 +67,36 @@ class Tiling:
         shapes: of the parameters.
         item_sizes: bytes of an element of each parameter's compute type.
         limits: of the backend that works on them.
+        wholes: what each parameter is a part of, None where it is whole.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], item_sizes: Sequence[int], limits: Limits) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        item_sizes: Sequence[int],
+        limits: Limits,
+        wholes: Sequence[Whole | None] | None = None,
+    ) -> None:
         n = len(shapes)
+        self.wholes = [None] * n if wholes is None else list(wholes)
+        self.item_sizes = item_sizes
         self.factored = np.zeros(n, dtype=FACTORED)
         starts: list[np.ndarray[Any, Any]] = []
         tiles: list[np.ndarray[Any, Any]] = []
         self.scratch_bytes = 0
-        self._norms_at = np.zeros(n, dtype=np.int64)
+        self.norms_at = np.zeros(n, dtype=np.int64)
+        """Where the norms of each row are in the scratch, and """
+        self.means_at, self.whole_at = np.full((2, n), -1, dtype=np.int64)
+        """of parts of larger parameters what the whole's Factored says; -1: nothing. All in bytes."""
         for i, (shape, size) in enumerate(zip(shapes, item_sizes, strict=True)):
             start, tile = self._row(self.factored[i], shape, limits)
             starts.append(start)
             tiles.append(tile)
-            self._norms_at[i] = self.scratch_bytes
+            self.norms_at[i] = self.scratch_bytes
             f = self.factored[i]
             norms = int(f["col_norms"] + f["grid_rows"] * f["batch"] * f["cols"]) if f["factored"] else 0
             self.scratch_bytes += -(-norms * size // 64) * 64
+            self._of_whole(i, shape)
         self.counts = np.array([len(t) for t in tiles], dtype=np.int64)
         self.start = np.concatenate([*starts, np.zeros(0, dtype=np.int64)])
         self.tiles = np.concatenate([*tiles, np.zeros(0, dtype=TILE)])
@@ -87,15 +104,32 @@ class Tiling:
 
     def place(self, scratch: int) -> None:
         """Writes where the norms of each row go, in a scratch of ``scratch_bytes`` at this address."""
-        self.factored["norms"] = self._norms_at + scratch
+        self.factored["norms"] = self.norms_at + scratch
+        for name, at in (("means", self.means_at), ("whole", self.whole_at)):
+            self.factored[name] = np.where(at < 0, 0, at + scratch)
+
+    def _of_whole(self, i: int, shape: tuple[int, ...]) -> None:
+        f, whole = self.factored[i], self.wholes[i]
+        full = shape if whole is None else whole.shape
+        f["whole_numel"] = math.prod(full)
+        f["whole_rows"], f["whole_cols"] = full[-2:] if f["factored"] else (1, f["whole_numel"])
+        if whole is None:
+            return
+        self.whole_at[i] = self.scratch_bytes
+        self.scratch_bytes += 64
+        if whole.of_columns is not None:
+            self.means_at[i] = self.scratch_bytes
+            self.scratch_bytes += -(-16 * int(f["batch"]) // 64) * 64
 
     def runs_of_matrices(self) -> np.ndarray[Any, Any]:
         """Matrices whose factors are made together: (row, first matrix, number of matrices, 0), shape ``(n, 4)``."""
         runs: list[np.ndarray[Any, Any]] = [np.zeros((0, 4), dtype=np.int64)]
         for row, f in enumerate(self.factored):
-            if not f["factored"] or f["batch"] * f["rows"] * f["cols"] == 0:
+            # A part without elements has means too, if the whole has.
+            lines = f["rows"] + f["cols"]
+            if not f["factored"] or f["batch"] * lines * f["whole_rows"] * f["whole_cols"] == 0:
                 continue
-            together = max(1, _FACTORS_OF_A_RUN // int(f["rows"] + f["cols"]))
+            together = max(1, _FACTORS_OF_A_RUN // int(lines))
             first = np.arange(0, f["batch"], together, dtype=np.int64)
             count = np.minimum(together, f["batch"] - first)
             runs.append(np.stack([np.full_like(first, row), first, count, np.zeros_like(first)], axis=1))

@@ -164,6 +164,19 @@ def drop(entry: Entry | None, key: str) -> None:
             entry.pop(name, None)
 
 
+def expand_whole(entry: Entry, shape: torch.Size) -> None:
+    """Takes codes out of an entry of a checkpoint, for plain moments of the whole shape.
+
+    Of DTensors all ranks have to ask for it.
+    """
+    for key in MOMENTS:
+        code = find(entry, key)
+        if code is not None:
+            whole = {name: shards.whole(entry[name]) for name in names(key, code)}
+            entry[key] = load(whole, key, code, shape)
+        drop(entry, key)
+
+
 def load(entry: Entry, key: str, code: Code, shape: torch.Size) -> Tensor:
     """The moment in float32, of the parameter's shape (of the local part of a DTensor: that of its local tensor)."""
     codes, scale = (shards.local(entry[name]) for name in names(key, code))

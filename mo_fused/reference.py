@@ -13,13 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from . import dispatch
+
+if TYPE_CHECKING:
+    from .distributed.factored import Whole
 
 
 def integer_power(base: float, n: int) -> float:
@@ -247,22 +250,32 @@ def toward(old: Tensor, new: Tensor, weight: float) -> Tensor:
     return old + (new - old) * weight if weight < 0.5 else new - (new - old) * (1.0 - weight)
 
 
-def _rms(x: Tensor) -> float:
+def _rms(x: Tensor, whole: Whole | None) -> float:
+    if whole is not None:
+        return whole.root_mean_square(x)
     return float(x.detach().double().square().mean().sqrt()) if x.numel() else 0.0
 
 
 def factored_roots(
-    g: Tensor, row_var: Tensor, col_var: Tensor, s: AdafactorScalars
+    g: Tensor, row_var: Tensor, col_var: Tensor, s: AdafactorScalars, whole: Whole | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """New (row_var, col_var) and the inverse roots of rows and columns, in the compute type.
 
     ``g``: ``(..., n, m)``; ``row_var`` ``(..., n, 1)`` and ``col_var`` ``(..., 1, m)``: running means of the squares
-    over columns and over rows. U = g times both roots (Shazeer & Stern 2018, algorithm 4).
+    over columns and over rows. U = g times both roots (Shazeer & Stern 2018, algorithm 4). ``whole``: what the
+    parameter is a part of; means are the whole's.
     """
     square = (g.double() * s.coef).square()
-    row_var = toward(row_var.double(), square.mean(-1, keepdim=True) + s.added, s.rest).to(g.dtype)
-    col_var = toward(col_var.double(), square.mean(-2, keepdim=True) + s.added, s.rest).to(g.dtype)
+    of_matrix = None
+    if whole is None:
+        of_rows, of_columns = square.mean(-1, keepdim=True), square.mean(-2, keepdim=True)
+    else:
+        of_rows, of_columns, of_matrix = whole.means(square, row_var)
+    row_var = toward(row_var.double(), of_rows + s.added, s.rest).to(g.dtype)
+    col_var = toward(col_var.double(), of_columns + s.added, s.rest).to(g.dtype)
     mean = row_var.double().mean(-2, keepdim=True)
+    if of_matrix is not None:  # rows are elsewhere too; their mean is linear in the squares
+        mean = toward(of_matrix[0], of_matrix[1] + s.added, s.rest)
     mean = torch.where(mean < s.floor, s.floor, mean)
     return (
         row_var,
@@ -292,11 +305,18 @@ def adafactor_update(
 
 
 def adafactor_step(
-    p: Tensor, grad: Tensor, entry: dict[str, Any], slots: Sequence[str], hyper: dict[str, float], scale: float
+    p: Tensor,
+    grad: Tensor,
+    entry: dict[str, Any],
+    slots: Sequence[str],
+    hyper: dict[str, float],
+    scale: float,
+    whole: Whole | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A step of one parameter, in place; (old p, what storage kept of the new one, the update) in the compute type.
 
-    ``hyper``: the fields of csrc/abi.h's Hyper; ``scale``: what the gradient is multiplied by.
+    ``hyper``: the fields of csrc/abi.h's Hyper; ``scale``: what the gradient is multiplied by; ``whole``: what the
+    parameter is a part of.
     """
     compute = compute_type(p)
     entry["step"] += 1
@@ -310,11 +330,11 @@ def adafactor_step(
         v.copy_(v + (square - v) * s.rest if s.rest < 0.5 else square - (square - v) * (1.0 - s.rest))
         c = 1.0 / square_root(v)
     else:
-        row_var, col_var, r, c = factored_roots(g, entry["row_var"], entry["col_var"], s)
-        if p.numel():  # means over nothing are none
+        row_var, col_var, r, c = factored_roots(g, entry["row_var"], entry["col_var"], s, whole)
+        if p.numel() if whole is None else whole.numel:  # means over nothing are none
             entry["row_var"].copy_(row_var)
             entry["col_var"].copy_(col_var)
-    size, decay = s.sized(hyper, _rms(factored_update(g, r, c, s)), _rms(old))
+    size, decay = s.sized(hyper, _rms(factored_update(g, r, c, s), whole), _rms(old, whole))
     m = widen(entry["exp_avg"], compute) if "exp_avg" in slots else None
     new, m, update = adafactor_update(old, g, r, c, m, s, size, decay)
     stored = narrow(new, p.dtype)

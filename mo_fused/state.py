@@ -79,7 +79,7 @@ def check_slot(
     if shards.is_dtensor(value) != shards.is_dtensor(param):
         raise errors.state_mismatch("kind", name, key, type(param).__name__, type(value).__name__)
     if shards.is_dtensor(param):
-        wanted, found = shards.placements_of(param, shape), tuple(value.placements)  # type: ignore[attr-defined]
+        wanted, found = shards.placements_of(param, shape, key), tuple(value.placements)  # type: ignore[attr-defined]
         if found != wanted:
             raise errors.state_mismatch("placements", name, key, wanted, found)
     if value.device != param.device and not anywhere:
@@ -102,7 +102,7 @@ def own_copy(value: Any, param: Tensor, key: str, device: torch.device | None = 
         return value
     device = param.device if device is None else device
     if shards.is_dtensor(value) or (shards.is_dtensor(param) and key != "step"):
-        value = shards.beside(param, value)
+        value = shards.beside(param, value, key)
         return value.detach().clone() if value.device == device else value.detach().to(device)
     if key in quantised.ALL_SLOTS:  # in the order of the shape, whatever the parameter's
         return value.detach().to(device=device, copy=True, memory_format=torch.contiguous_format)
@@ -151,6 +151,8 @@ class Loader:
             for slot in quantised.MOMENTS:
                 quantised.check(entry, slot, param.shape, name)
             saved = {k: v for k, v in entry.items() if v is not None}
+            if not shards.cut_of(param).in_order:  # its parts would cut blocks
+                quantised.expand_whole(saved, param.shape)
             home = None if self._offload is None else self._offload.home_of(param)
             if home is None:
                 self._state[param] = {k: own_copy(v, param, k) for k, v in saved.items()}

@@ -136,6 +136,7 @@ CHUNK_STATS_SIZE = 64
 ACTIVE, FRESH, STEP_F64, GRAD_SHARED, SCALES_SHARED, PARAM_UNKNOWN = 1, 2, 4, 8, 16, 32
 NO_RULE = 2  # of a table of gradients alone
 MEASURE, FINISH, UPDATE, SCALE, DEFERRED, PREPARED, MEASURED, SUMS = 1, 2, 4, 8, 16, 32, 64, 128
+FACTORS, SIZED = 256, 512
 
 
 def check_abi(sizes: dict[str, int]) -> None:
@@ -300,7 +301,7 @@ class Table:
         for at, (row, words) in enumerate(layouts.items()):
             self._layouts[at] = words
             self.rows["layout"][row] = self._layouts[at].ctypes.data
-        self._tiling = tiling
+        self.tiling = tiling
         self._cut()
         self.hyper = np.zeros(max(1, groups), dtype=HYPER)
         self.control = np.zeros(1, dtype=CONTROL)
@@ -313,12 +314,13 @@ class Table:
         step["n_rows"], step["n_chunks"] = n, len(self.chunks)
         step["n_batches"], step["n_groups"] = len(self.batches) - 1, groups
         if tiling is not None:
-            self._scratch = np.empty(tiling.scratch_bytes + 64, dtype=np.uint8)
-            tiling.place(-(-self._scratch.ctypes.data // 64) * 64)
+            scratch = np.empty(tiling.scratch_bytes + 64, dtype=np.uint8)
+            self.scratch = scratch[-scratch.ctypes.data % 64 :][: tiling.scratch_bytes]
+            tiling.place(self.scratch.ctypes.data)
             self.rows["factored"] = tiling.factored.ctypes.data + np.arange(n, dtype=np.uint64) * FACTORED.itemsize
-            self._sums = np.zeros((2, max(1, len(self.chunks))))
-            step["tiles"], step["update_sums"] = tiling.tiles.ctypes.data, self._sums[0].ctypes.data
-            step["param_sums"] = self._sums[1].ctypes.data
+            self.sums = np.zeros((2, max(1, len(self.chunks))))
+            step["tiles"], step["update_sums"] = tiling.tiles.ctypes.data, self.sums[0].ctypes.data
+            step["param_sums"] = self.sums[1].ctypes.data
         self.step = step
         self.address: int = step.ctypes.data
         self.reset_control()
@@ -329,7 +331,7 @@ class Table:
         Tiny tensors share a batch of about a chunk's size. Of large ones a batch takes about 1/128 of everything:
         threads that work far apart, each on consecutive pages, get a tenth more out of the memory.
         """
-        numel, tiling = self.rows["numel"], self._tiling
+        numel, tiling = self.rows["numel"], self.tiling
         counts = -(-numel // CHUNK_ELEMENTS) if tiling is None else tiling.counts
         first = np.cumsum(counts) - counts
         self.rows["first_chunk"], self.rows["chunks"] = first, counts

@@ -97,9 +97,10 @@ def test_addresses_of_huge_strided_tensors(shape: str, operand: int) -> None:
 def test_records_mirror_each_other() -> None:
     """The kernels' constants are the offsets of the host's records."""
     from mo_fused.triton_kernels import _chunk as t
+    from mo_fused.triton_kernels import _tile
     from mo_fused.triton_kernels import finish_kernel as finish
 
-    from mo_fused import device_table, layout, table
+    from mo_fused import device_table, factored, layout, table
 
     def words(dtype: np.dtype[Any], name: str) -> int:
         assert dtype.fields is not None
@@ -128,6 +129,13 @@ def test_records_mirror_each_other() -> None:
     }
     for constant, flag in flags.items():
         assert getattr(t, constant).value == flag, constant
+
+    names = {"NORMS": "norms", "COL_NORMS": "col_norms", "GRID_ROWS": "grid_rows", "GRID_COLS": "grid_cols"}
+    names |= {"MATRIX_ROWS": "rows", "MATRIX_COLS": "cols", "BATCH": "batch", "MEANS": "means", "WHOLE": "whole"}
+    names |= {"WHOLE_ROWS": "whole_rows", "WHOLE_COLS": "whole_cols", "WHOLE_NUMEL": "whole_numel"}
+    for constant, name in names.items():
+        assert getattr(_tile, constant).value == words(factored.FACTORED, name), name
+    assert factored.TILE.itemsize == 8 * _tile.TILE_WORDS.value
 
     hyper = ["LR", "BETA1", "BETA2", "EPS", "WEIGHT_DECAY", "MOMENTUM", "DAMPENING", "CLIP", "MAXIMIZE", "DECOUPLED"]
     for constant in [*hyper, "NESTEROV", "EPS2", "THRESHOLD", "STEP_KIND", "FACTOR_FLAGS"]:

@@ -8,7 +8,7 @@ Records (all addresses are integers; ``mo_fused/device_table.py`` writes them, `
 * settings: records of 32 words; the first holds the control, then one a group: 16 float64 (csrc/abi.h's Hyper) and for
   each of them the address and dtype of a tensor on the device to be read in its place, or 0;
 * row scalars: 16 float64 a row, written by the finish (``SCALARS`` below);
-* tile (Adafactor): 4 words, and a row's view as matrices: 8 words (csrc/abi.h's Tile and Factored; ``_tile.py``);
+* tile (Adafactor): 4 words, and a row's view as matrices: 16 words (csrc/abi.h's Tile and Factored; ``_tile.py``);
 * statistics of a step: csrc/abi.h's Result (16 float64), then columns of one float64 a chunk (``COLUMNS`` below).
 """
 

@@ -19,6 +19,11 @@ COL_NORMS = tl.constexpr(5)
 GRID_ROWS = tl.constexpr(6)
 GRID_COLS = tl.constexpr(7)
 BATCH = tl.constexpr(0)
+WHOLE_ROWS = tl.constexpr(8)
+WHOLE_COLS = tl.constexpr(9)
+WHOLE_NUMEL = tl.constexpr(10)
+MEANS = tl.constexpr(11)
+WHOLE = tl.constexpr(12)
 
 
 @triton.jit

@@ -19,7 +19,10 @@ from ._tile import (
     GRID_ROWS,
     MATRIX_COLS,
     MATRIX_ROWS,
+    MEANS,
     NORMS,
+    WHOLE_COLS,
+    WHOLE_ROWS,
     matrices_of,
     numbers,
 )
@@ -37,6 +40,15 @@ def averages(mean, norms, index, here, grid, pitch, coef, length, added, rest):
         sums += norm * norm
     old = tl.load(mean + index, mask=here, other=0.0)
     return toward(old.to(tl.float64), sums / length + added, rest).to(old.dtype)
+
+
+@triton.jit
+def mean_of_rows(means, matrix, batch, known, own, coef, added, rest):
+    """New mean of the row means of matrices: where ``known`` from the whole's old one and squares, else ``own``."""
+    at = t.doubles(means) + matrix
+    old = tl.load(at, mask=known, other=0.0)
+    square = tl.load(at + batch, mask=known, other=0.0)
+    return tl.where(known, toward(old, square * coef * coef + added, rest), own)
 
 
 # Values never make another kernel: addresses and counts change from step to step.
@@ -69,6 +81,9 @@ def factors_kernel(
         of_cols = norms + tl.load(view + COL_NORMS) + first * width
         row_var = numbers(tl.load(row + t.STATE0), COMPUTE) + first * height
         col_var = numbers(tl.load(row + t.STATE1), COMPUTE) + first * width
+        long = tl.load(view + WHOLE_ROWS).to(tl.float64)  # what is averaged
+        wide = tl.load(view + WHOLE_COLS).to(tl.float64)
+        means = tl.load(view + MEANS)
         s = t.doubles(row_scalars) + row_index * t.SCALARS
         coef = tl.load(s)
         rest = tl.load(s + 3)
@@ -79,9 +94,7 @@ def factors_kernel(
         grid = tl.load(view + GRID_ROWS)
         for i in range(0, count * width, BLOCK):
             here = i + lane < count * width
-            mean = averages(
-                col_var, of_cols, i + lane, here, grid, batch * width, coef, height.to(tl.float64), added, rest
-            )
+            mean = averages(col_var, of_cols, i + lane, here, grid, batch * width, coef, long, added, rest)
             tl.store(col_var + i + lane, mean, mask=here)
             tl.store(of_cols + i + lane, (1.0 / tl.sqrt(mean.to(tl.float64))).to(COMPUTE), mask=here)
 
@@ -89,9 +102,7 @@ def factors_kernel(
         if height <= SMALL:
             for i in range(0, count * height, BLOCK):
                 here = i + lane < count * height
-                mean = averages(
-                    row_var, of_rows, i + lane, here, grid, batch * height, coef, width.to(tl.float64), added, rest
-                )
+                mean = averages(row_var, of_rows, i + lane, here, grid, batch * height, coef, wide, added, rest)
                 tl.store(row_var + i + lane, mean, mask=here)
             tl.debug_barrier()  # other threads of the block have written what is read now
             for i in range(0, count, BLOCK):
@@ -100,6 +111,8 @@ def factors_kernel(
                 for k in range(height):
                     sums += tl.load(row_var + (i + lane) * height + k, mask=here, other=0.0).to(tl.float64)
                 sums = sums / height.to(tl.float64)
+                known = i + lane < tl.where(means != 0, count, 0)
+                sums = mean_of_rows(means, first + i + lane, batch, known, sums, coef, added, rest)
                 root = tl.sqrt(tl.where(sums < floor, floor, sums))
                 for k in range(height):
                     at = (i + lane) * height + k
@@ -112,12 +125,11 @@ def factors_kernel(
                 sums = tl.zeros((BLOCK,), tl.float64)
                 for i in range(0, height, BLOCK):
                     here = i + lane < height
-                    mean = averages(
-                        mean_at, norms_at, i + lane, here, grid, batch * height, coef, width.to(tl.float64), added, rest
-                    )
+                    mean = averages(mean_at, norms_at, i + lane, here, grid, batch * height, coef, wide, added, rest)
                     tl.store(mean_at + i + lane, mean, mask=here)
                     sums += tl.where(here, mean.to(tl.float64), 0.0)
                 total = tl.sum(sums) / height.to(tl.float64)
+                total = mean_of_rows(means, first + m, batch, means != 0, total, coef, added, rest)
                 root = tl.sqrt(tl.where(total < floor, floor, total))
                 tl.debug_barrier()
                 for i in range(0, height, BLOCK):

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from . import _chunk as t
 from ._rules import size_adafactor
+from ._tile import WHOLE, WHOLE_NUMEL, matrices_of
 from .finish_kernel import hyper
 
 
@@ -28,7 +29,8 @@ def sizes_kernel(
 ):
     row_index = tl.program_id(0).to(tl.int64)
     row = t.row_at(rows, row_index)
-    numel = tl.load(row + t.NUMEL)
+    view = matrices_of(row)
+    numel = tl.load(view + WHOLE_NUMEL)
     skipped = tl.load(t.doubles(stats) + t.SKIPPED) != 0.0
     if ((t.flags_of(row) & t.ACTIVE) != 0) & (numel != 0) & (skipped == 0):
         first = tl.load(row + t.FIRST_CHUNK)
@@ -40,6 +42,12 @@ def sizes_kernel(
             here = index < chunks
             update += tl.load(t.doubles(update_sums) + first + index, mask=here, other=0.0)
             param += tl.load(t.doubles(param_sums) + first + index, mask=here, other=0.0)
+        update_sum = tl.sum(update)
+        param_sum = tl.sum(param)
+        whole = tl.load(view + WHOLE)
+        if whole != 0:
+            update_sum = tl.load(t.doubles(whole))
+            param_sum = tl.load(t.doubles(whole) + 1)
         group = t.doubles(settings) + (t.group_of(row) + 1) * t.SETTINGS_WORDS
         always = numel != 0
         s = t.doubles(row_scalars) + row_index * t.SCALARS
@@ -50,8 +58,8 @@ def sizes_kernel(
             hyper(group, t.EPS2, always, FROM_TENSORS),
             hyper(group, t.THRESHOLD, always, FROM_TENSORS),
             numel.to(tl.float64),
-            tl.sum(update),
-            tl.sum(param),
+            update_sum,
+            param_sum,
         )
         tl.store(s + 8, size)
         tl.store(s + 9, decay)

@@ -23,11 +23,13 @@ AdafactorWalk::AdafactorWalk(const StepTable& table, bool measured, int team)
       chunks_(as<const Chunk>(table.chunks)),
       tiles_of_(as<const Tile>(table.tiles)),
       control_(*as<const Control>(table.control)),
-      measured_(measured) {
+      measured_(measured),
+      stops_(control_.phases & kFactors),
+      sized_(control_.phases & kSized) {
   int64_t elements = 0;
   for (int32_t r = 0; r < t_.n_rows; ++r) {
     const Row& row = rows_[r];
-    if (!(row.flags & kActive) || row.chunks == 0) continue;
+    if (!(row.flags & kActive)) continue;
     if (row.chunks == 1) {
       one_.push_back(r);
       continue;
@@ -69,7 +71,13 @@ RowScalars AdafactorWalk::sized(const Row& row) const {
   RowScalars s = as<const RowScalars>(t_.scalars)[row.scalars];
   double update = 0.0;
   for (int64_t c = row.first_chunk; c < row.first_chunk + row.chunks; ++c) update += as<const double>(t_.update_sums)[c];
-  base::size_adafactor(as<const Hyper>(t_.hyper)[row.group], double(row.numel), update, s.a[base::kFactorStep], s);
+  double param = s.a[base::kFactorStep];
+  const Factored& f = *as<const Factored>(row.factored);
+  if (f.whole) {
+    update = as<const double>(f.whole)[0];
+    param = as<const double>(f.whole)[1];
+  }
+  base::size_adafactor(as<const Hyper>(t_.hyper)[row.group], double(f.whole_numel), update, param, s);
   return s;
 }
 

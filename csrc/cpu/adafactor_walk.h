@@ -42,7 +42,8 @@ class AdafactorWalk {
   const Tile* tiles_of_;
   const Control& control_;
   const bool measured_;
-  std::vector<int32_t> one_, many_;  // rows of one tile, and of several
+  const bool stops_, sized_;  // kFactors and kSized of this call
+  std::vector<int32_t> one_, many_;  // rows of one tile, and of several or none
   std::vector<int64_t> tiles_;       // of the latter
   std::vector<Wave> waves_;
   std::atomic<int64_t> next_one_{0};
@@ -58,10 +59,13 @@ void AdafactorWalk::run(Barrier& barrier, Done done) {
       each(w.next[0], w.first_tile, w.last_tile, [&](size_t i) { sums(tiles_[i]); });
       barrier.wait();
     }
-    each(w.next[1], w.first_row, w.last_row, [&](size_t i) { factors(many_[i]); });
-    barrier.wait();
-    each(w.next[2], w.first_tile, w.last_tile, [&](size_t i) { rms(tiles_[w.last_tile - 1 - (i - w.first_tile)]); });
-    barrier.wait();
+    if (!sized_) {
+      each(w.next[1], w.first_row, w.last_row, [&](size_t i) { factors(many_[i]); });
+      barrier.wait();
+      each(w.next[2], w.first_tile, w.last_tile, [&](size_t i) { rms(tiles_[w.last_tile - 1 - (i - w.first_tile)]); });
+      if (stops_) continue;
+      barrier.wait();
+    }
     int32_t row = -1;
     RowScalars s;
     each(w.next[3], w.first_tile, w.last_tile, [&](size_t i) {
@@ -74,8 +78,11 @@ void AdafactorWalk::run(Barrier& barrier, Done done) {
   each(next_one_, 0, one_.size(), [&](size_t i) {
     const Row& row = rows_[one_[i]];
     if (!measured_) sums(row.first_chunk);
-    factors(one_[i]);
-    rms(row.first_chunk);
+    if (!sized_) {
+      factors(one_[i]);
+      rms(row.first_chunk);
+    }
+    if (stops_) return;
     const RowScalars s = sized(row);
     update(row.first_chunk, s);
     done(row.first_chunk);

@@ -32,9 +32,10 @@ void factors_kernel(const Row& row, const Factored& f, const RowScalars& s) {
   T* row_var = reinterpret_cast<T*>(row.state[0]);
   T* col_var = reinterpret_cast<T*>(row.state[1]);
   const double coef = s.coef;
-  if (f.rows == 0 || f.cols == 0) return;
-  average(row_var, of_rows, f.batch * f.rows, f.grid_cols, f.batch * f.rows, coef, double(f.cols), s);
-  average(col_var, of_cols, f.batch * f.cols, f.grid_rows, f.batch * f.cols, coef, double(f.rows), s);
+  const double* means = reinterpret_cast<const double*>(f.means);
+  if (f.whole_rows == 0 || f.whole_cols == 0) return;
+  average(row_var, of_rows, f.batch * f.rows, f.grid_cols, f.batch * f.rows, coef, double(f.whole_cols), s);
+  average(col_var, of_cols, f.batch * f.cols, f.grid_rows, f.batch * f.cols, coef, double(f.whole_rows), s);
   for (int64_t b = 0; b < f.batch; ++b) {
     constexpr int lanes = 8;
     double part[lanes] = {};
@@ -43,6 +44,7 @@ void factors_kernel(const Row& row, const Factored& f, const RowScalars& s) {
     double mean = 0.0;
     for (double x : part) mean += x;
     mean /= double(f.rows);
+    if (means) mean = mean_of_rows(means[b], means[f.batch + b], coef, s.a[kAdded], s.a[kRest]);
     const double root = __builtin_sqrt(mean < s.a[kFloor] ? s.a[kFloor] : mean);
     T* to = of_rows + b * f.rows;
     for (int64_t i = 0; i < f.rows; ++i) to[i] = T(root / __builtin_sqrt(double(r[i])));

@@ -226,7 +226,7 @@ void member_runs(void* context, int member, int size) {
   if (s.control.phases & kMeasure) {
     s.measure();
     team.measured.wait();
-    if (member == 0) {
+    if (member == 0 && !(s.control.phases & kPrepared)) {
       s.reduce_gradients();
       if (s.control.phases & kFinish) s.finish();
       if (s.update && s.control.rule == kAdafactor) team.walk.emplace(s.t, true, size);
@@ -253,7 +253,7 @@ void run_step(const StepTable& table) {
   const bool measured = prepared ? (control.phases & kMeasured) != 0 : step.result->measured != 0.0;
   if (step.update && control.rule == kAdafactor) team.walk.emplace(table, measured, members);
   pool.run(members, member_runs, &team);
-  if (step.update) step.scale_shared();
+  if (step.update && !(control.phases & kFactors)) step.scale_shared();
   if (prepared ? (control.phases & kSums) != 0 : step.update) {
     if (control.grad_stats_in_update) step.reduce_gradients();
     if (control.update_stats) step.reduce_updates();

@@ -16,7 +16,8 @@ template <class T>
 struct Means {
   T* mean;
   const T* norms;
-  int64_t grid, pitch;
+  int32_t grid;
+  int64_t pitch;
   double length, coef, weight, added;
 
   // The new running averages of those from `first` on, `step` apart, as far as they are below `end`.
@@ -27,7 +28,7 @@ struct Means {
       if (first + u * step < end) old[u] = double(mean[first + u * step]);
     }
 #pragma unroll 1
-    for (int64_t k = 0; k < grid; ++k) {
+    for (int32_t k = 0; k < grid; ++k) {
 #pragma unroll
       for (int u = 0; u < kAtOnce; ++u) {
         const double norm = first + u * step < end ? double(norms[k * pitch + first + u * step]) * coef : 0.0;
@@ -42,7 +43,8 @@ struct Means {
   }
 };
 
-// Rows [begin, end), of one matrix: `first` and `step` say which of them are this thread's, `total` adds up over threads.
+// Rows [begin, end), of one matrix: `first` and `step` say which of them are this thread's, `total` makes their mean of what
+// each thread has added up.
 template <class T, class Total>
 __device__ __forceinline__ void matrix_rows(const Means<T>& means, T* roots, int64_t begin, int64_t end, int64_t first,
                                             int64_t step, double floor, Total total) {
@@ -54,7 +56,7 @@ __device__ __forceinline__ void matrix_rows(const Means<T>& means, T* roots, int
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) sum += i + u * step < end ? double(now[u]) : 0.0;
   }
-  const double mean = total(sum) / double(end - begin);
+  const double mean = total(sum);
   const double root = MO_ISA::square_root(mean < floor ? floor : mean);
 #pragma unroll 1
   for (int64_t i = begin + first; i < end; i += kAtOnce * step) {
@@ -76,18 +78,24 @@ __device__ __forceinline__ void make_factors(const Row& row, const RowScalars& s
   T* of_cols = of_rows + f.col_norms;
   const double weight = s.a[MO_ISA::kRest], added = s.a[MO_ISA::kAdded], floor = s.a[MO_ISA::kFloor];
   const int64_t rows = f.batch * f.rows, cols = f.batch * f.cols;
-  const Means<T> of_row{as<T>(row.state[0]), of_rows, f.grid_cols, rows, double(f.cols), s.coef, weight, added};
-  const Means<T> of_col{as<T>(row.state[1]), of_cols, f.grid_rows, cols, double(f.rows), s.coef, weight, added};
+  const Means<T> of_row{as<T>(row.state[0]), of_rows, int32_t(f.grid_cols), rows, double(f.whole_cols), s.coef, weight, added};
+  const Means<T> of_col{as<T>(row.state[1]), of_cols, int32_t(f.grid_rows), cols, double(f.whole_rows), s.coef, weight, added};
+  // Of matrix b: of the whole where rows are elsewhere too, else of `sum`.
+  const auto mean_of = [&](int64_t b, double sum) {
+    const double* means = as<const double>(f.means);
+    if (means == nullptr) return sum / double(f.rows);
+    return MO_ISA::mean_of_rows(means[b], means[f.batch + b], s.coef, s.a[MO_ISA::kAdded], s.a[MO_ISA::kRest]);
+  };
   if (f.rows <= kSmall) {
 #pragma unroll 1
     for (int64_t b = first + threadIdx.x; b < first + count; b += kThreads) {
-      const auto alone = [](double sum) { return sum; };
+      const auto alone = [&](double sum) { return mean_of(b, sum); };
       matrix_rows(of_row, of_rows, b * f.rows, (b + 1) * f.rows, 0, 1, floor, alone);
     }
   } else {
 #pragma unroll 1
     for (int64_t b = first; b < first + count; ++b) {
-      const auto together = [](double sum) { return block_reduce(sum, Add()); };
+      const auto together = [&](double sum) { return mean_of(b, block_reduce(sum, Add())); };
       matrix_rows(of_row, of_rows, b * f.rows, (b + 1) * f.rows, threadIdx.x, kThreads, floor, together);
     }
   }

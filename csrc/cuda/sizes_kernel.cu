@@ -21,7 +21,12 @@ __global__ void __launch_bounds__(kThreads) sizes_kernel(const DeviceStep s) {
   param = block_reduce(param, Add());
   if (threadIdx.x != 0) return;
   RowScalars& scalars = as<DeviceScalars>(s.scalars)[blockIdx.x].scalars;
-  MO_ISA::size_adafactor(settings_of(s, row).hyper, double(row.numel), update, param, scalars);
+  const Factored& f = factored_of(row);
+  if (f.whole) {
+    update = as<const double>(f.whole)[0];
+    param = as<const double>(f.whole)[1];
+  }
+  MO_ISA::size_adafactor(settings_of(s, row).hyper, double(f.whole_numel), update, param, scalars);
 }
 
 }  // namespace

@@ -55,6 +55,11 @@ MO_RULE double toward(double from, double to, double weight) {
   return weight < 0.5 ? from + (to - from) * weight : to - (to - from) * (1.0 - weight);
 }
 
+// The new mean of a matrix's row means, from the old one and the mean of the gradient's squares: it is linear in them.
+MO_RULE double mean_of_rows(double old, double square, double coef, double added, double weight) {
+  return toward(old, square * coef * coef + added, weight);
+}
+
 template <class T>
 struct FactorScalars {
   T coef, rest, keep, added, limit, beta1, one_minus_beta1, step, decay;

@@ -109,6 +109,32 @@ void step_twice(Digests& digests, const std::string& what, int p, int m, int pas
   }
 }
 
+// The same in two calls of all rows, between which sums are exchanged where rows are parts of larger parameters.
+void in_two_calls(bool gated, bool clips, bool stats) {
+  for (int threads : {1, 3}) {
+    TestTable want(params(mo::kF32, mo::kF32)), got(params(mo::kF32, mo::kF32));
+    got.control.threads = threads;
+    int calls = 0;
+    for (uint64_t step = 1; step <= 2; ++step) {
+      for (TestTable* table : {&want, &got}) {
+        table->fill(step, 1.0);
+        table->control.update_stats = stats;
+        if (clips) table->control.max_grad_norm = 0.5;
+        table->control.phases = (gated ? mo::kMeasure : 0) | mo::kFinish | mo::kUpdate;
+        table->control.grad_stats_in_update = stats && !gated;
+      }
+      const std::vector<TestRow> before(got.rows);
+      want.run(step == 1);
+      got.run(step == 1, [&](int) {
+        ++calls;
+        for (size_t r = 0; r < before.size(); ++r) CHECK(same(before[r].op[0], got.rows[r].op[0]));
+      });
+      check_same("in two calls, step " + std::to_string(step), got, want);
+    }
+    CHECK(calls == 4 && (want.result.clip_coef < 1.0) == clips && (want.result.updated != 0.0) == stats);
+  }
+}
+
 void skips(Digests& digests) {
   TestTable want(params(mo::kF32, mo::kF32)), got(params(mo::kF32, mo::kF32));
   for (TestTable* table : {&want, &got}) {
@@ -140,6 +166,10 @@ int main() {
           step_twice(digests, "bf16" + what, mo::kBF16, mo::kF32, pass, clips, stats);
         }
       }
+    }
+    for (int stats = 0; stats < 2; ++stats) {
+      for (int clips = 0; clips < 2; ++clips) in_two_calls(true, clips, stats);
+      in_two_calls(false, false, stats);
     }
     skips(digests);
   });

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <vector>
 
 #include "step_table.h"
@@ -89,7 +90,9 @@ struct TestTable {
     for (size_t r = 0; r < rows.size(); ++r) {
       const Param& p = rows[r].param;
       mo::Factored& f = rows[r].f;
-      f = {p.rows ? p.batch : 1, p.rows ? p.rows : 1, p.cols, p.rows != 0, 0, 0, 1, 1};
+      f = {p.rows ? p.batch : 1, p.rows ? p.rows : 1, p.cols, p.rows != 0, 0, 0, 1, 1, 0, 0, p.numel(), 0, 0, {}};
+      f.whole_rows = f.rows;
+      f.whole_cols = f.cols;
       const auto put = [&](int64_t start, int64_t high, int64_t wide, int64_t row, int64_t col) {
         chunks.push_back({start, int64_t(r), high * wide, int64_t(chunks.size())});
         tiles.push_back({high, wide, row, col});
@@ -175,17 +178,30 @@ struct TestTable {
     return made;
   }
 
-  void run(bool unknown) {
+  // `exchange`: called with 0 and 1 after the first and the second pass, where rows are parts of larger parameters.
+  void run(bool unknown, const std::function<void(int)>& exchange = {}) {
     Records made = records(unknown);
 #if defined(MO_CUDA_SHIM)
-    run_on_device(made.rows);
+    run_on_device(made.rows, exchange);
 #else
-    mo::run_step(made.table);
+    if (!exchange) return mo::run_step(made.table);
+    const int32_t asked = control.phases, first = asked & mo::kMeasure;
+    const auto call = [&](int32_t phases) {
+      control.phases = phases;
+      mo::run_step(made.table);
+    };
+    call(first | mo::kFinish | mo::kUpdate | mo::kDeferred);
+    if (!first) call(mo::kMeasure | mo::kPrepared);
+    exchange(0);
+    call(mo::kUpdate | mo::kPrepared | mo::kMeasured | mo::kFactors);
+    exchange(1);
+    call(mo::kUpdate | mo::kPrepared | mo::kMeasured | mo::kSized | mo::kSums);
+    control.phases = asked;
 #endif
   }
 
 #if defined(MO_CUDA_SHIM)
-  void run_on_device(std::vector<mo::Row>& native) {
+  void run_on_device(std::vector<mo::Row>& native, const std::function<void(int)>& exchange) {
     std::vector<double> stats(sizeof(mo::Result) / sizeof(double) + mo::kStatColumns * chunks.size(), NAN);
     std::vector<mo::DeviceScalars> scalars(rows.size());
     std::vector<mo::Settings> settings(2);
@@ -236,8 +252,10 @@ struct TestTable {
     };
     over_tiles(mo::kDeviceMeasure);
     once(mo::kDeviceFinish);
+    if (exchange) exchange(0);
     once(mo::kDeviceFactors);
     over_tiles(mo::kDeviceFactoredRms);
+    if (exchange) exchange(1);
     once(mo::kDeviceSizes);
     over_tiles(mo::kDeviceUpdate);
     if (control.update_stats) once(mo::kDeviceNorms);

@@ -92,15 +92,22 @@ def finish(
     launch(step)
 
 
+def factors(table: DeviceTable, stats_at: int) -> None:
+    """Of Adafactor, before the update: means and roots of rows and columns, the squares of the update's tiles."""
+    step = _step(table, stats_at, FACTORS)
+    launch(step)
+    step["phases"] = FACTORED_RMS
+    _over_chunks(table.work, step)
+
+
 def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
-    """The rule, over everything. ``sums``: 0 none, 1 those of the update, 2 also those of the gradient."""
+    """The rule, over everything. ``sums``: 0 none, 1 those of the update, 2 also those of the gradient.
+
+    Of Adafactor, step sizes and what comes after them: see :func:`factors`.
+    """
     step = _step(table, stats_at, UPDATE)
     step["rule"], step["sums"] = ask.rule, sums
     if table.tiling is not None:
-        step["phases"] = FACTORS
-        launch(step)
-        step["phases"] = FACTORED_RMS
-        _over_chunks(table.work, step)
         step["phases"] = SIZES
         launch(step)
         step["phases"] = UPDATE

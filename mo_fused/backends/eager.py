@@ -70,6 +70,8 @@ def run(table: Table, rows: Sequence[Row], grads: Sequence[Tensor | None], out: 
     sums = [0.0, 0.0, 0.0]
     scales: dict[int, tuple[Tensor, float]] = {}  # a gradient that several parameters share is scaled once
     for i, (row, grad) in enumerate(zip(rows, grads, strict=True)):
+        if grad is None and row.whole is not None:
+            row.whole.take_part(row.local)
         if grad is None or row.home is not None:  # offloaded: see mo_fused/offload
             continue
         found, scale = update_row(table, row, i, grad, out)
@@ -146,7 +148,7 @@ def _update(
 ) -> tuple[float, float, float]:
     param, entry = row.local, {key: shards.local(value) for key, value in row.state.items()}
     if row.factored:
-        old, kept, update = reference.adafactor_step(param, grad, entry, row.slots, hyper, scale)
+        old, kept, update = reference.adafactor_step(param, grad, entry, row.slots, hyper, scale, row.whole)
         return _sums(update, kept - old, kept) if want_sums else (0.0, 0.0, 0.0)
     compute = reference.compute_type(param)
     mode = row.master_mode

@@ -203,7 +203,10 @@ def _address(value: Tensor | float | None) -> int:
 
 
 def update(table: DeviceTable, stats_at: int, ask: Request, sums: int) -> None:
-    """The rule, over everything. ``sums``: 0 none, 1 those of the update, 2 also those of the gradient."""
+    """The rule, over everything. ``sums``: 0 none, 1 those of the update, 2 also those of the gradient.
+
+    Of Adafactor, step sizes and what comes after them: see :func:`factors`.
+    """
     if ask.rule == ADAFACTOR:
         return _adafactor(table, stats_at, sums)
     for one in table.work.launches:
@@ -262,10 +265,9 @@ def _factor_sums(table: DeviceTable, stats_at: int) -> None:
         )
 
 
-def _adafactor(table: DeviceTable, stats_at: int, sums: int) -> None:
-    """Means and roots of rows and columns, the update's size, each row's step size, the update."""
-    launches = table.work.launches
-    for wide in sorted({one.wide for one in launches if one.signature[3] >= 0}):
+def factors(table: DeviceTable, stats_at: int) -> None:
+    """Of Adafactor, before the update: means and roots of rows and columns, the squares of the update's tiles."""
+    for wide in table.wide_runs:
         launch(
             kernels().factors,
             table.n_runs,
@@ -277,7 +279,7 @@ def _adafactor(table: DeviceTable, stats_at: int, sums: int) -> None:
             BLOCK=4 * FACTOR_THREADS,
             **{**fixed_options(), "num_warps": FACTOR_THREADS // dispatch.warp_size()},
         )
-    for one in launches:
+    for one in table.work.launches:
         p, g, second, columns, _ = one.signature
         factored = columns >= 0
         launch(
@@ -296,6 +298,10 @@ def _adafactor(table: DeviceTable, stats_at: int, sums: int) -> None:
             STRIDED=one.strided,
             **tile_shape((g, -1 if factored else second, -1, -1, -1), one.aligned),
         )
+
+
+def _adafactor(table: DeviceTable, stats_at: int, sums: int) -> None:
+    """Each row's step size, the update."""
     launch(
         kernels().sizes,
         len(table.rows),
@@ -309,7 +315,7 @@ def _adafactor(table: DeviceTable, stats_at: int, sums: int) -> None:
         TILE=TILE,
         **fixed_options(),
     )
-    for one in launches:
+    for one in table.work.launches:
         p, g, second, columns, first = one.signature
         factored = columns >= 0
         operands = (p, g, -1 if factored else second, -1, first)

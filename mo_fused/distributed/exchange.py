@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ranks, shards
+from .factored import Among, Whole
 from .ranks import Ranks, Share
 
 RECORD = 5
@@ -33,6 +34,7 @@ class Exchange:
 
     def __init__(self, params: Sequence[Tensor], partition: Any = None) -> None:
         self._ranks: dict[tuple[int, ...], Ranks] = {}
+        self._lines: dict[tuple[Any, tuple[int, ...]], Among] = {}
         self.plain: Share | None = None
         """What plain parameters belong to; None: they are the same on all ranks, or nobody else's."""
         if partition is not None:
@@ -74,9 +76,20 @@ class Exchange:
     def __bool__(self) -> bool:
         return bool(self._order)
 
-    def ranks_of(self, share: Share) -> Ranks:
-        """Those that the parameters of a share are cut among."""
-        return self._ranks[share.members]
+    def whole_of(self, p: Tensor) -> Whole | None:
+        """What Adafactor has to know of a DTensor that is cut; None for one that is here as a whole."""
+        if not (cut := shards.cut_of(p).dims) or shards.is_elsewhere(p):
+            return None
+        mesh, along = p.device_mesh, {}  # type: ignore[attr-defined]
+        dims = [(d, x.dim % p.dim()) for d, x in enumerate(p.placements) if hasattr(x, "dim")]  # type: ignore[attr-defined]
+        for dim in cut:
+            along[dim] = self._among(mesh, tuple(d for d, of in dims if of == dim))
+        return Whole(tuple(p.shape), along, self._among(mesh, tuple(d for d, _ in dims)))
+
+    def _among(self, mesh: Any, dims: tuple[int, ...]) -> Among:
+        if (mesh, dims) not in self._lines:
+            self._lines[mesh, dims] = Among(ranks.of_dims(mesh, dims).add_)
+        return self._lines[mesh, dims]
 
     # -- before the decision ------------------------------------------------------------------------------------------
 

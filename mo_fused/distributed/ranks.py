@@ -39,6 +39,10 @@ class Ranks:
         """The sum of their values, the same bits on all of them."""
         return self._reduced(self._sent(values), dist.ReduceOp.SUM).to(values.device)
 
+    def add_(self, values: Tensor) -> None:
+        """The sum of their values takes the place of this rank's, the same bits on all of them."""
+        values.copy_(self.add(values))
+
     def largest(self, values: Tensor) -> Tensor:
         """The largest of their values, element by element; a NaN may be lost."""
         return self._reduced(self._sent(values), dist.ReduceOp.MAX).to(values.device)
@@ -78,6 +82,13 @@ def of_mesh(mesh: Any) -> Ranks:
     if len(members) == dist.get_world_size():
         return Ranks(members, [dist.group.WORLD])
     return Ranks(members, [mesh.get_group(dim) for dim in range(mesh.ndim)])
+
+
+def of_dims(mesh: Any, dims: Sequence[int]) -> Ranks:
+    """Those of a DeviceMesh that differ from this process along some of its dimensions alone."""
+    at = mesh.get_coordinate()
+    there = mesh.mesh[tuple(slice(None) if d in dims else at[d] for d in range(mesh.ndim))]
+    return Ranks(sorted(int(r) for r in there.flatten().tolist()), [mesh.get_group(d) for d in dims])
 
 
 def of_group(group: Any) -> Ranks:

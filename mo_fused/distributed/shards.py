@@ -67,7 +67,11 @@ def present(t: Tensor) -> Tensor:
 
 def whole(t: Any) -> Any:
     """All of a DTensor as a plain tensor (this communicates); anything else as it is."""
-    return t.full_tensor() if is_dtensor(t) else t
+    if not is_dtensor(t):
+        return t
+    if t.dtype == torch.int16:  # neither gloo nor NCCL sends them
+        return t.to(torch.int32).full_tensor().to(torch.int16)
+    return t.full_tensor()
 
 
 def settled(p: Tensor, grad: Tensor) -> Tensor:
@@ -170,25 +174,25 @@ def _part(slices: Tensor, ranks: int, rank: int, split_factor: int) -> Tensor:
     return torch.cat(mine) if mine else slices[:0]
 
 
-def zeros(p: Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-    """Zeros of a shape whose dimensions are cut as the parameter's are; dimensions of size 1 are not.
+_AVERAGED = {"row_var": -1, "col_var": -2}
+"""Slots that are means over a dimension of the parameter, and have one element along it, which all parts need."""
 
-    ``shape`` is that of the whole. Of a DTensor a DTensor, of any other a plain tensor.
+
+def zeros(p: Tensor, shape: Sequence[int], dtype: torch.dtype, key: str = "") -> Tensor:
+    """A state of zeros beside a parameter: of a DTensor a DTensor, of any other a plain tensor.
+
+    ``shape`` is that of the whole, ``key`` the state's name.
     """
     if not is_dtensor(p):
-        return torch.zeros(tuple(shape), dtype=dtype, device=p.device if device is None else device)
+        return torch.zeros(tuple(shape), dtype=dtype, device=p.device)
     here = list(shape)
-    for dim in range(len(here)):
-        if dim < p.dim() and here[dim] == p.shape[dim]:
-            here[dim] = local(p).shape[dim]
-    return like(p, torch.zeros(here, dtype=dtype, device=local(p).device), shape)
+    for dim in {x.dim % p.dim() for x in placements_of(p, shape, key) if hasattr(x, "dim")}:
+        here[dim] = local(p).shape[dim]
+    return like(p, torch.zeros(here, dtype=dtype, device=local(p).device), shape, key)
 
 
-def like(p: Tensor, here: Tensor, shape: Sequence[int]) -> Tensor:
-    """A local tensor as the part in this process of a DTensor of this shape that lies as the parameter does.
-
-    Dimensions that are not the parameter's size are not cut. Next to a plain parameter the tensor as it is.
-    """
+def like(p: Tensor, here: Tensor, shape: Sequence[int], key: str = "") -> Tensor:
+    """A local tensor as this process's part of a state of this shape. Next to a plain parameter the tensor as it is."""
     if not is_dtensor(p):
         return here
     from torch.distributed.tensor import DTensor
@@ -196,23 +200,31 @@ def like(p: Tensor, here: Tensor, shape: Sequence[int]) -> Tensor:
 
     shape = torch.Size(shape)
     meta = TensorMeta(shape, _row_major(shape), here.dtype)
-    spec = DTensorSpec(p.device_mesh, placements_of(p, shape), tensor_meta=meta)  # type: ignore[attr-defined]
+    spec = DTensorSpec(p.device_mesh, placements_of(p, shape, key), tensor_meta=meta)  # type: ignore[attr-defined]
     # Not from_local: parameters that FSDP2 keeps on the host lie beside the device of their mesh.
     return DTensor(here.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def placements_of(p: Tensor, shape: Sequence[int]) -> tuple[Any, ...]:
-    """The placements of a state of this shape beside a DTensor: cut where the parameter is, if its size is the same."""
+def placements_of(p: Tensor, shape: Sequence[int], key: str = "") -> tuple[Any, ...]:
+    """The placements of a state beside a DTensor: cut where the parameter is, along dimensions that have its size."""
     from torch.distributed.tensor import Replicate
 
     own: tuple[Any, ...] = tuple(p.placements)  # type: ignore[attr-defined]
-    if len(shape) == p.dim() and tuple(shape) == tuple(p.shape):
+    averaged = _AVERAGED.get(key)
+    if averaged is None and tuple(shape) == tuple(p.shape):
         return own
-    keeps = [hasattr(x, "dim") and x.dim < len(shape) and shape[x.dim] == p.shape[x.dim] for x in own]
-    return tuple(x if keep else Replicate() for x, keep in zip(own, keeps, strict=True))
+
+    def keeps(x: Any) -> bool:
+        if not hasattr(x, "dim"):
+            return True
+        dim = x.dim % p.dim()
+        whole = averaged is not None and dim == averaged % p.dim()
+        return not whole and dim < len(shape) and shape[dim] == p.shape[dim]
+
+    return tuple(x if keeps(x) else Replicate() for x in own)
 
 
-def beside(p: Tensor, value: Tensor) -> Tensor:
+def beside(p: Tensor, value: Tensor, key: str = "") -> Tensor:
     """A state from a checkpoint, as the parameter lies: plain beside a plain one, a DTensor beside a DTensor.
 
     A DTensor beside a plain parameter, or of another mesh, is gathered: all ranks have to ask for it.
@@ -220,15 +232,16 @@ def beside(p: Tensor, value: Tensor) -> Tensor:
     if not is_dtensor(p):
         gathered: Tensor = whole(value)
         return gathered
-    wanted = placements_of(p, value.shape)
+    wanted = placements_of(p, value.shape, key)
     if is_dtensor(value):
         if value.device_mesh == p.device_mesh:  # type: ignore[attr-defined]
             if tuple(value.placements) == wanted:  # type: ignore[attr-defined]
                 return value
-            moved: Tensor = value.redistribute(p.device_mesh, wanted)  # type: ignore[attr-defined]
-            return moved
+            dtype = torch.int32 if value.dtype == torch.int16 else value.dtype  # as in whole()
+            moved: Tensor = value.to(dtype).redistribute(p.device_mesh, wanted)  # type: ignore[attr-defined]
+            return moved.to(value.dtype)
         value = whole(value)
-    return like(p, _cut_out(p, value, wanted), value.shape)
+    return like(p, _cut_out(p, value, wanted), value.shape, key)
 
 
 def _cut_out(p: Tensor, value: Tensor, placements: Sequence[Any]) -> Tensor:

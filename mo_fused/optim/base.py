@@ -221,6 +221,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as torch.optim.Optimizer.add_param_group; ``"clip": False`` takes it out of clipping."""
+        if partition.zero_group() is not None:  # which has written its defaults, our options too, into its groups
+            param_group = {key: value for key, value in param_group.items() if key not in self._options}
         for name in self._options:
             if name in param_group:
                 raise errors.bad_option(

@@ -17,9 +17,10 @@ from torch import Tensor
 from .. import dispatch
 from ..backends import cpu, eager, fallback
 from ..backends.eager import ScaledSum, larger
+from ..distributed.factored import CutMatrices
 from ..request import Request
 from ..stats import Buffer, StatsBuffer
-from ..table import ACTIVE, DEFERRED, FINISH, MEASURE, MEASURED, PREPARED, UPDATE
+from ..table import ACTIVE, DEFERRED, FACTORS, FINISH, MEASURE, MEASURED, PREPARED, SIZED, SUMS, UPDATE
 from .rows import RowSet
 from .rules import Rule
 
@@ -135,18 +136,39 @@ def finish_and_update(
 ) -> None:
     """The decision and pass 2 of the host's rows. ``first``: phases that come before."""
     control, offloaded = rows.table.control, rows.offloaded
-    control["phases"] = first | FINISH | UPDATE | (0 if offloaded is None else DEFERRED)
+    control["phases"] = first | FINISH | UPDATE | (0 if offloaded is None and rows.cut is None else DEFERRED)
     _run_host(rows, grads, out)
-    if offloaded is None or out["skipped"]:
+    if out["skipped"]:
+        return
+    if offloaded is None:
+        if rows.cut is not None:
+            _update_parts(rows, rows.cut, out, SUMS)
         return
 
     def update_the_others() -> None:
         with _without(rows, offloaded.indices):
-            if (rows.table.rows["flags"] & ACTIVE).any() or rows.eager:
+            if rows.cut is not None:
+                _update_parts(rows, rows.cut, out, 0)
+            elif (rows.table.rows["flags"] & ACTIVE).any() or rows.eager:
                 control["phases"] = UPDATE | PREPARED | (MEASURED if out["measured"] else 0)
                 _run_host(rows, grads, out)
 
     offloaded.step(grads, ask, out, groups, update_the_others)
+
+
+def _update_parts(rows: RowSet, cut: CutMatrices, out: StatsBuffer, last: int) -> None:
+    """The update of the host's rows where some are parts of larger parameters. ``last``: a phase of the last call."""
+
+    def call(phases: int) -> None:
+        rows.table.control["phases"] = phases
+        cpu.run(rows.table)
+
+    if not out["measured"]:
+        call(MEASURE | PREPARED)
+    cut.exchange_sums()
+    call(UPDATE | PREPARED | MEASURED | FACTORS)
+    cut.exchange_updates()
+    call(UPDATE | PREPARED | MEASURED | SIZED | last)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import dispatch, errors, masters, quantised, state
 from ..distributed import shards
+from ..distributed.factored import Whole
 from ..layout import Plan, dense_in_one_order, walking_order
 from ..offload.files import OnDisk
 from ..offload.homes import Home, row_major
@@ -51,6 +52,8 @@ class Row:
     grad_dtype: torch.dtype = torch.float32
     share: Share | None = None  # whom the parameter is shared with
     cut: shards.Cut = field(default_factory=lambda: shards.cut_of(torch.empty(0)))
+    whole: Whole | None = None  # Adafactor's: the parameter is a part of a larger one
+    absent: bool = False  # it never had a gradient here, and takes part in what ranks tell each other alone
 
     @property
     def local(self) -> Tensor:
@@ -105,6 +108,8 @@ class RowPlanner:
         self, old: Row, optimizer: FusedOptimizer, g: int, p: Tensor, grad: Tensor | None, structure: Any
     ) -> bool:
         """The plan of an earlier step still fits this parameter, its state and (when there is one) its gradient."""
+        if old.absent and grad is not None:
+            return False
         if old.plan is None or old.structure != structure or old.slots != self._slots(optimizer.param_groups[g], p):
             return False
         if (old.slots or old.has_step) and optimizer.state.get(p) is not old.state:
@@ -191,6 +196,31 @@ class RowPlanner:
             return row
         row.key = key
         row.plan = Plan(row.local.numel(), tuple(dtypes), order.layout, block)  # type: ignore[arg-type]
+        return row
+
+    def absent(self, position: int, g: int, group: dict[str, Any], p: Tensor) -> Row | None:
+        """Adafactor's row of a part without a gradient, for exchanges in which every rank has to take part.
+
+        It has no state in the optimizer, only zeros of its own. None for a parameter that is here as a whole.
+        """
+        backend, reason = self.choose(group, p, p)
+        if not shards.cut_of(p).dims or backend == "torch":
+            return None
+        row = Row(position, g, p, {}, (), has_step=False, factored=True, backend=backend, absent=True)
+        row.reason = f"{reason} (no gradient yet)"
+        row.cut = shards.cut_of(p)
+        here = shards.local(p)
+        dtypes = [dispatch.FLOATS[p.dtype]] * 2 + [-1] * 4
+        for slot in self._rule.slots(group, p):
+            form = self._rule.slot(slot, p, None)
+            dtypes[self._formats.place(slot, self._rule)] = self._formats.code(slot, form.dtype)
+            if slot == "row_var":
+                row.state[slot] = shards.local(shards.zeros(p, form.shape, form.dtype, slot))
+        row.plan = Plan(here.numel(), tuple(dtypes), None)  # type: ignore[arg-type]
+        key = _layouts(p, None, row)
+        if key is None:
+            return None
+        row.key = key
         return row
 
     def _settle(self, row: Row, home: Home, states: Any, group: dict[str, Any]) -> bool:

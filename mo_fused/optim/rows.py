@@ -20,6 +20,7 @@ from ..device_part import DevicePart
 from ..device_table import chunk_elements
 from ..distributed import shards
 from ..distributed.exchange import Exchange
+from ..distributed.factored import CutMatrices
 from ..factored import HOST, Tiling, device_limits
 from ..layout import Plan
 from ..offload.step import OffloadedRows
@@ -74,6 +75,8 @@ class RowSet:
         self._settled: dict[int, Tensor] = {}
         self._distributed: list[int] = []  # rows of the kernels whose parameters are DTensors
         self.exchange = Exchange([], self._partition)
+        self.cut: CutMatrices | None = None
+        """Those of the host's rows that are parts of larger parameters, but for the eager backend's."""
         self._on_device: dict[tuple[torch.device, str, Share | None], list[Row]] = {}
         self.devices: list[DevicePart] = []
         self._fresh: dict[int, FreshSlot] = {}
@@ -286,11 +289,15 @@ class RowSet:
                     row = old
                 elif grad is None:
                     unseen.append(p)
-                    continue
+                    if not self.rule.factored or (absent := self.planner.absent(position, g, groups[g], p)) is None:
+                        continue
+                    row = absent
                 else:
                     row = self.planner.row(optimizer, position, g, p, grad)
                     row.structure = structure[g]
                     self._keep_freshness(row)
+                if self.rule.factored and row.backend != "torch" and shards.is_dtensor(p):
+                    row.whole = self.exchange.whole_of(p)
                 row.share = None if row.backend == "torch" else self.exchange.shares[position]
                 cache[id(p)] = row
                 rows.append(row)
@@ -402,6 +409,7 @@ class RowSet:
                 self._tiling(rows, on_device=True),
             )
             part.share = share
+            part.cut = self._cut(rows, part.table.tiling, part.table.row_words, part.table.scratch, part.table.sums)
             self.devices.append(part)
             first = last
         self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)
@@ -413,6 +421,14 @@ class RowSet:
         shares = list(dict.fromkeys(r.share for r in self.host))
         self.host_shares = [(s, np.flatnonzero([r.share == s for r in self.host])) for s in shares]
         self.eager = any(r.backend == "eager" for r in self.host)
+        self.cut = None
+        if not self.eager and self.table.tiling is not None:
+            words, scratch, sums = (
+                self.rows[:h].view(np.int32).reshape(h, ROW.itemsize // 4),
+                self.table.scratch,
+                self.table.sums,
+            )
+            self.cut = self._cut(self.host, self.table.tiling, *map(torch.from_numpy, (words, scratch, sums)))
         self.ring = [StatsBuffer(h + len(self.other)) for _ in range(RING)]
         self.turn = 0
         self.offloaded = None
@@ -426,7 +442,16 @@ class RowSet:
         sizes = [8 if r.param.dtype == torch.float64 else 4 for r in rows]
         elements = sum(r.local.numel() for r in rows)
         limits = device_limits(elements, chunk_elements(elements)) if on_device else HOST
-        return Tiling([tuple(r.local.shape) for r in rows], sizes, limits)
+        return Tiling([tuple(r.local.shape) for r in rows], sizes, limits, [r.whole for r in rows])
+
+    @staticmethod
+    def _cut(
+        rows: list[Row], tiling: Tiling | None, words: Tensor, scratch: Tensor, sums: Tensor
+    ) -> CutMatrices | None:
+        if tiling is None or all(r.whole is None for r in rows):
+            return None
+        states = [{key: shards.local(value) for key, value in r.state.items()} for r in rows]
+        return CutMatrices(tiling, states, words, scratch, sums)
 
     # -- after a step -------------------------------------------------------------------------------------------------
 

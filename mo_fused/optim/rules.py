@@ -213,9 +213,9 @@ class AdafactorRule:
                 elif state_dtype is not None and type(shards.local(value)) is Tensor and value.dtype != dtype:
                     entry[key] = value.to(dtype)
             elif value is None:
-                entry[key] = shards.zeros(p, self.slot_shape(key, p), compute)
+                entry[key] = shards.zeros(p, self.slot_shape(key, p), compute, key)
             elif type(here := shards.local(value)) is Tensor and (here.dtype != compute or not here.is_contiguous()):
-                entry[key] = shards.like(p, here.to(compute).contiguous(), value.shape)
+                entry[key] = shards.like(p, here.to(compute).contiguous(), value.shape, key)
         return False
 
     def structure(self, group: Group) -> tuple[bool, bool]:

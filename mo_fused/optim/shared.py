@@ -118,7 +118,9 @@ def _tell_norms(rows: RowSet, exchange: Exchange, out: StatsBuffer | None, skipp
         largest.append(values[:, _AMAX].to(device))
     ordered = [r for r in rows.all if r.backend != "torch"]  # devices first, then the host's
     table, tops = exchange.whole_rows([r.position for r in ordered], torch.cat(sums), torch.cat(largest))
-    alone = torch.tensor([r.share is None or r.share.sharded for r in ordered], device=device).reshape(-1, 1)
+    alone = torch.tensor(
+        [r.share is None or r.share.sharded for r in ordered], dtype=torch.bool, device=device
+    ).reshape(-1, 1)
     first = 0
     totals = []
     for n in [*(len(part.table.rows) for part in parts), *([] if out is None else [h])]:
