@@ -14,7 +14,7 @@ from torch import Tensor
 from . import dispatch
 from .backends import cuda, triton
 from .device_table import DeviceTable, Signature
-from .distributed.exchange import ROW_SUMS, SQUARES
+from .distributed.exchange import ROW_SUMS, shifted
 from .distributed.factored import CutMatrices
 from .factored import Tiling
 from .request import Request
@@ -81,7 +81,7 @@ class DeviceStats:
         if self._told is not None:
             sums, largest = self._told[0].cpu().numpy(), self._told[1].cpu().numpy()
             for k, name in enumerate(ROW_SUMS):
-                out[name][:] = np.sqrt(sums[:, k]) if k in SQUARES else sums[:, k]
+                out[name][:] = sums[:, k]
             out["grad_amax"][:] = largest
         return rows
 
@@ -94,19 +94,26 @@ class DeviceStats:
         n, scale = len(self._active), values[RESULT_AT["grad_scale"]]
         columns = dict(zip(STAT_COLUMNS, values[RESULT_WIDTH:].reshape(len(STAT_COLUMNS), -1), strict=True))
         at = torch.from_numpy(self._table.row_of_chunk.astype(np.int64)).to(values.device, non_blocking=True)
-        squares = columns["sumsq"] * torch.exp2(columns["exponent"]) / scale.square()
-        nothing = torch.zeros_like(squares)
-        of_gradient = [squares, columns["nonfinite"], columns["zeros"]] if self.measured else [nothing] * 3
-        of_update = [columns[c] for c in ("update", "stored", "param")] if self.updated else [nothing] * 3
-        of_chunks = torch.stack([*of_gradient, *of_update], dim=1)
-        sums = torch.zeros((n, len(ROW_SUMS)), dtype=torch.float64, device=values.device).index_add_(0, at, of_chunks)
-        amax = columns["amax"] / scale if self.measured else nothing
-        bad = torch.zeros(n, dtype=torch.float64, device=values.device).index_add_(0, at, amax.isnan().double())
-        largest = torch.zeros(n, dtype=torch.float64, device=values.device)
-        largest.scatter_reduce_(0, at, amax.nan_to_num(nan=0.0, posinf=math.inf), "amax")
         active = torch.from_numpy(self._active.copy()).to(values.device, non_blocking=True)
-        largest = torch.where(bad > 0, math.nan, largest)
-        return torch.where(active.reshape(-1, 1), sums, 0.0), torch.where(active, largest, 0.0)
+        nothing = torch.zeros_like(columns["sumsq"])
+
+        def of_rows(x: Tensor) -> Tensor:
+            return torch.zeros(n, dtype=torch.float64, device=values.device).index_add_(0, at, x)
+
+        largest = torch.zeros(n, dtype=torch.float64, device=values.device)
+        found = [nothing.new_zeros(n)] * 3
+        if self.measured:
+            amax = columns["amax"] / scale
+            largest.scatter_reduce_(0, at, amax.nan_to_num(nan=0.0, posinf=math.inf), "amax")
+            power = torch.frexp(torch.where(largest.isfinite(), largest, 0.0))[1].double()
+            norms = columns["sumsq"].sqrt() / scale  # times 2 to half of the exponent
+            norm = of_rows(shifted(norms, columns["exponent"] / 2 - power[at]).square()).sqrt()
+            found = [shifted(norm, power), of_rows(columns["nonfinite"]), of_rows(columns["zeros"])]
+            largest = torch.where(of_rows(amax.isnan().double()) > 0, math.nan, largest)
+        names = ("update", "stored", "param")
+        of_update = [of_rows(columns[c]).sqrt() if self.updated else nothing.new_zeros(n) for c in names]
+        rows = torch.stack([*found, *of_update], dim=1)
+        return torch.where(active.reshape(-1, 1), rows, 0.0), torch.where(active, largest, 0.0)
 
     def tell(self, sums: Tensor, largest: Tensor, norms: Tensor) -> None:
         """Values over whole parameters: of each row as :meth:`row_sums`, and the three norms of the update."""

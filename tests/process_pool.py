@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import importlib
 import multiprocessing
 import os
 import sys
@@ -74,6 +75,10 @@ def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
     tests = sys.modules["tests"] = types.ModuleType("tests")
     tests.__path__ = [os.path.dirname(__file__)]
     torch.set_num_threads(1)
+    if library := os.environ.get("MO_FUSED_TEST_NATIVE"):  # as conftest.py does for the process of the tests
+        importlib.import_module("cuda_shim_library").use(library)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("quick_interpreter").speed_up()
     wait = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group("gloo", rank=rank, world_size=size, init_method=f"file://{store}", timeout=wait)
     while True:

@@ -17,9 +17,9 @@ from .ranks import Ranks, Share
 RECORD = 5
 """Numbers of a total: sum of squares, its power of two, largest magnitude, non-finite and zero elements."""
 ROW_SUMS = ("grad_norm", "nonfinite", "zeros", "update_norm", "stored_update_norm", "param_norm")
-"""Fields of a row whose values (of norms: squares) are added up over the parts of a parameter."""
+"""Fields of a row that are added up over the parts of a parameter."""
 SQUARES = (0, 3, 4, 5)
-"""Those of them that are norms."""
+"""Those of them that are norms, whose squares are added up."""
 
 Partial = Tensor | Sequence[float]
 
@@ -127,37 +127,60 @@ class Exchange:
 
     # -- after the update ---------------------------------------------------------------------------------------------
 
-    def whole_rows(self, positions: Sequence[int], sums: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Collective: what rows of the parameters at ``positions`` are over all parts of them, (sums, largest).
+    def whole_rows(self, positions: Sequence[int], rows: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Collective: what rows of the parameters at ``positions`` are over all parts of them: (rows, largest).
 
-        ``sums``: ``(n, 6)`` as ROW_SUMS, squares for norms; ``largest``: ``(n,)``, magnitudes. Rows of plain parameters
-        come back as they are. Parameters of a mesh that have no row here (no gradient) take part as zeros.
+        Also, as the third, squares of the three norms of an update over all shared parameters, those without a row here
+        too: the same bits on every rank. ``rows``: ``(n, 6)`` as ROW_SUMS; ``largest``: ``(n,)``, magnitudes. Rows of
+        plain parameters come back as they are. Parameters of a mesh that have no row here (no gradient) add zeros.
         """
-        sums, largest = sums.clone(), largest.clone()
+        rows, largest = rows.clone(), largest.clone()
+        updates = torch.zeros(3, dtype=torch.float64, device=rows.device)
         for r in self._order:
             n = self._counts.get(r.members, 0)
             if not n:
                 continue
-            of_ranks = [(i, at, self.shares[at]) for i, at in enumerate(positions)]
-            mine = [
-                (i, self._place[at], s.replicas) for i, at, s in of_ranks if s and s.sharded and s.members == r.members
+            of_ranks = [
+                (at, s.replicas) for at, s in enumerate(self.shares) if s and s.sharded and s.members == r.members
             ]
-            index, place, replicas = torch.tensor(mine, dtype=torch.int64, device=sums.device).reshape(-1, 3).unbind(1)
+            replicas = torch.tensor([k for _, k in of_ranks], dtype=torch.float64, device=rows.device).reshape(-1, 1)
+            there = {at for at, _ in of_ranks}
+            mine = [(i, self._place[at]) for i, at in enumerate(positions) if at in there]
+            index, place = torch.tensor(mine, dtype=torch.int64, device=rows.device).reshape(-1, 2).unbind(1)
             nan = largest[index].isnan()
-            table = torch.zeros((n, len(ROW_SUMS) + 1), dtype=torch.float64, device=sums.device)
-            table[place, :-1] = sums[index]
-            table[place, -1] = nan.double()
-            tops = torch.zeros(n, dtype=torch.float64, device=sums.device)
+            tops = torch.zeros(n, dtype=torch.float64, device=rows.device)
             tops[place] = torch.where(nan, math.inf, largest[index])
-            table, tops = r.add(table), r.largest(tops)
-            found = table[place]
-            sums[index] = found[:, :-1] / replicas.reshape(-1, 1)
-            largest[index] = torch.where(found[:, -1] > 0, math.nan, tops[place])
-        return sums, largest
+            tops = r.largest(tops)
+            # Squares of gradients of 1e200 (float64) are none: a power of two that all ranks know is taken out.
+            power = torch.frexp(torch.where(tops.isfinite(), tops, 0.0))[1].double()
+            table = torch.zeros((n, len(ROW_SUMS) + 1), dtype=torch.float64, device=rows.device)
+            table[place, :-1] = rows[index]
+            table[:, 0] = shifted(table[:, 0], -power)
+            table[:, SQUARES] = table[:, SQUARES].square()
+            table[place, -1] = nan.double()
+            table = r.add(table)
+            table[:, :-1] /= replicas
+            updates += table[:, SQUARES[1:]].sum(0)
+            table[:, SQUARES] = table[:, SQUARES].sqrt()
+            table[:, 0] = shifted(table[:, 0], power)
+            rows[index] = table[place, :-1]
+            largest[index] = torch.where(table[place, -1] > 0, math.nan, tops[place])
+        return rows, largest, updates
 
     def partition_sums(self, values: Tensor) -> Tensor:
         """Collective: sums over the ranks that have plain parameters of their own each; as they are without such."""
         return values if self.plain is None else self._ranks[self.plain.members].add(values)
+
+
+def shifted(x: Tensor, power: Tensor) -> Tensor:
+    """x * 2**power, in two steps: one of them may be out of range."""
+    half = (power / 2).trunc()
+    return x * torch.exp2(half) * torch.exp2(power - half)
+
+
+def whole_number(x: Tensor) -> Tensor:
+    """A count over replicas, which is a mean: a replica alone with a bad element has one, and not half of it."""
+    return torch.ceil(x - 1e-6)
 
 
 def _key(share: Share) -> tuple[bool, int]:

@@ -15,7 +15,7 @@ from ..host_gradients import HostGradients
 from ..stats import GradStats
 from ..table import MEASURE, same_items
 from . import shards
-from .exchange import ROW_SUMS, Exchange, Partial, combined
+from .exchange import ROW_SUMS, Exchange, Partial, combined, whole_number
 from .ranks import Share
 
 _KEPT = 8
@@ -81,17 +81,17 @@ class SharedGradients:
     def stats(self) -> GradStats:
         """The same and counts, for each tensor too."""
         total = combined(self._totals(rows=True)).cpu()
-        rows, largest = self._exchange.whole_rows(range(len(self._here)), self._rows, self._largest)
+        rows, largest, _ = self._exchange.whole_rows(range(len(self._here)), self._rows, self._largest)
 
         def tensor(value: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-            return (value.round() if dtype == torch.int64 else value).to(self.device, dtype)
+            return (whole_number(value) if dtype == torch.int64 else value).to(self.device, dtype)
 
         return GradStats(
             total_norm=tensor(total[0].sqrt() * torch.exp2(total[1] / 2)),
             amax=tensor(total[2]),
             nonfinite=tensor(total[3], torch.int64),
             zeros=tensor(total[4], torch.int64),
-            norms=tensor(rows[:, 0].sqrt()),
+            norms=tensor(rows[:, 0]),
             amaxes=tensor(largest),
             nonfinites=tensor(rows[:, 1], torch.int64),
             zero_counts=tensor(rows[:, 2], torch.int64),
@@ -119,7 +119,7 @@ class SharedGradients:
         host.run(MEASURE)
         if rows:
             values = torch.tensor(host.rows(), dtype=torch.float64)
-            self._rows[index, 0] = values[:, 0].square()
+            self._rows[index, 0] = values[:, 0]
             self._rows[index, 1:3] = values[:, 2:]
             self._largest[index] = values[:, 1]
         return host.record()

@@ -7,13 +7,14 @@ all of them; with ``stats=True`` two more tell the norms of whole parameters.
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..distributed.exchange import ROW_SUMS, SQUARES, Exchange, Partial, record_of
+from ..distributed.exchange import ROW_SUMS, Exchange, Partial, record_of
 from ..distributed.ranks import Share
 from ..request import Request
 from ..stats import ROW, StatsBuffer
@@ -112,37 +113,28 @@ def _tell_norms(rows: RowSet, exchange: Exchange, out: StatsBuffer | None, skipp
         largest.append(tops.to(device))
     if out is not None:
         values = torch.from_numpy(out.rows[:h].copy())
-        of_host = values[:, _COLUMNS].clone()
-        of_host[:, SQUARES] = of_host[:, SQUARES].square()
-        sums.append(of_host.to(device))
+        sums.append(values[:, _COLUMNS].to(device))
         largest.append(values[:, _AMAX].to(device))
     ordered = [r for r in rows.all if r.backend != "torch"]  # devices first, then the host's
-    table, tops = exchange.whole_rows([r.position for r in ordered], torch.cat(sums), torch.cat(largest))
-    alone = torch.tensor(
-        [r.share is None or r.share.sharded for r in ordered], dtype=torch.bool, device=device
-    ).reshape(-1, 1)
-    first = 0
-    totals = []
-    for n in [*(len(part.table.rows) for part in parts), *([] if out is None else [h])]:
-        mine, own = table[first : first + n, _UPDATES], alone[first : first + n]
-        totals.append(torch.stack([(mine * own).sum(0), (mine * ~own).sum(0)]))
-        first += n
-    known = torch.stack(totals)
-    known[:, 1] = exchange.partition_sums(known[:, 1])
-    first = 0
-    for part, total in zip(parts, known, strict=False):
-        n = len(part.table.rows)
-        part.stats.tell(table[first : first + n], tops[first : first + n], total.sum(0).sqrt())
-        first += n
+    table, tops, total = exchange.whole_rows([r.position for r in ordered], torch.cat(sums), torch.cat(largest))
+    plain = torch.tensor([r.share is None or not r.share.sharded for r in ordered], dtype=torch.bool, device=device)
+    alone = torch.tensor([r.share is None for r in ordered], dtype=torch.bool, device=device)
+    squares = table[:, _UPDATES].square()
+    counts = [*(len(part.table.rows) for part in parts), *([] if out is None else [h])]
+    buffers = [slice(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
+    here = torch.stack([squares[b][alone[b]].sum(0) for b in buffers])
+    split = torch.stack([squares[b][(plain & ~alone)[b]].sum(0) for b in buffers])
+    known = here + exchange.partition_sums(split)
+    known[0] += total  # of all shared parameters; a field of a StepStats is the sum over its buffers
+    for part, b, norms in zip(parts, buffers, known.sqrt(), strict=False):
+        part.stats.tell(table[b], tops[b], norms)
     if out is not None:
-        _write_host(rows, out, table[first:], tops[first:], known[-1].sum(0), skipped)
+        _write_host(rows, out, table[buffers[-1]], tops[buffers[-1]], known[-1], skipped)
 
 
 def _write_host(rows: RowSet, out: StatsBuffer, table: Tensor, largest: Tensor, total: Tensor, skipped: bool) -> None:
     h = len(rows.host)
-    values = table.cpu().clone()
-    values[:, SQUARES] = values[:, SQUARES].sqrt()
-    columns = values.numpy()
+    columns = table.cpu().numpy()
     keep = 3 if skipped else len(ROW_SUMS)  # the norms of before were told before
     out.rows[:h, _COLUMNS[:keep]] = columns[:, :keep]
     out.rows[:h, _AMAX] = largest.cpu().numpy()
