@@ -91,8 +91,8 @@ struct Factored {
   int64_t grid_rows, grid_cols;  // tiles that one matrix is cut into
   // The parameter may be a part of a larger one. What means are taken over: as above where it is none.
   int64_t whole_rows, whole_cols, whole_numel;
-  // Where the whole's rows are elsewhere too: address of means over all of them, [2][batch] doubles, of the row means as the
-  // last step has left them and of the gradient's squares. 0: row means are averaged over these rows.
+  // Where the whole's rows are elsewhere too: address of means over all of them, [2][batch] doubles, of the row means as
+  // the last step has left them and of the gradient's squares. 0: row means are averaged over these rows.
   uint64_t means;
   uint64_t whole;  // address of two doubles, as StepTable's sums, but over the whole; 0: the sums of the row's tiles
   uint64_t reserved[3];
@@ -167,8 +167,8 @@ enum Phase : int32_t {
   // A step in several calls. kDeferred: the finish prepares an update that later calls make, each of some chunks. Those
   // say kPrepared; kMeasured: Adafactor's first pass has run over these rows; kSums: add up what all of them have left.
   kDeferred = 16, kPrepared = 32, kMeasured = 64, kSums = 128,
-  // With kPrepared, where Adafactor's rows are parts of larger parameters. kMeasure: the first pass alone, kSums adds up its
-  // statistics; kFactors: stop when the sums of the update's squares are made; kSized: go on from there.
+  // With kPrepared, where Adafactor's rows are parts of larger parameters. kMeasure: the first pass alone, kSums adds up
+  // its statistics; kFactors: stop when the sums of the update's squares are made; kSized: go on from there.
   kFactors = 256, kSized = 512
 };
 enum Rule : int32_t { kAdam = 0, kSGD = 1, kNoRule = 2, kAdafactor = 3 };

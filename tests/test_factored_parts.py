@@ -352,14 +352,11 @@ def test_parameters_without_gradients(backend: str) -> None:
     def lacking(rank: int, t: int, opt: Any, params: list[Parameter]) -> None:
         for i, p in enumerate(params):
             if (rank, i) in kept:
-                assert torch.equal(p.detach(), kept.pop((rank, i)))
+                assert_same_bits([p.detach()], [kept.pop((rank, i))])
             if t > 0 and (t + rank + i) % 3 == 0:
                 p.grad = None
-                if t + 1 < STEPS:
-                    kept[rank, i] = p.detach().clone()
-                    stepped[rank, i] = float(opt.state[p]["step"])
+                kept[rank, i] = p.detach().clone()
 
-    stepped: dict[tuple[int, int], float] = {}
     grads = gradients(shapes, STEPS)
     found = []
     for other in (backend, "eager"):
@@ -367,12 +364,13 @@ def test_parameters_without_gradients(backend: str) -> None:
         for params in run.params:
             assert all(p.isfinite().all() for p in params)
         found.append(run)
+        assert all(min(float(e["step"]) for e in entries) < STEPS for entries in run.states)
+        kept.clear()
     for mine, its, entries, theirs in zip(
         found[0].params, found[1].params, found[0].states, found[1].states, strict=True
     ):
         for p, q, e, o in zip(mine, its, entries, theirs, strict=True):
             close(p, q, 1e-5, "as the eager backend")
-            assert e["step"] == o["step"] and float(e["step"]) < STEPS
             for key in e:
                 close(e[key], o[key], 1e-5, key)
 

@@ -182,6 +182,7 @@ def _table(
         sums=empty,
         runs=empty,
         n_runs=1,
+        wide_runs=[wide] if signature[3] >= 0 else [],
     )
 
 
@@ -276,6 +277,7 @@ def _adafactor(seen: list[tuple[str, dict[str, Any]]]) -> Iterator[Variant]:
             for addressing in ADDRESSING:
                 table = _table(signature, addressing, tiled=True)
                 launcher.measure(table, 0)
+                launcher.factors(table, 0)
                 for sums in (0, 1):
                     launcher.update(table, 0, _request(ADAFACTOR), sums)
                     for kernel, keywords in seen:

@@ -43,8 +43,8 @@ struct Means {
   }
 };
 
-// Rows [begin, end), of one matrix: `first` and `step` say which of them are this thread's, `total` makes their mean of what
-// each thread has added up.
+// Rows [begin, end), of one matrix: `first` and `step` say which of them are this thread's, `total` makes their mean of
+// what each thread has added up.
 template <class T, class Total>
 __device__ __forceinline__ void matrix_rows(const Means<T>& means, T* roots, int64_t begin, int64_t end, int64_t first,
                                             int64_t step, double floor, Total total) {
@@ -78,8 +78,10 @@ __device__ __forceinline__ void make_factors(const Row& row, const RowScalars& s
   T* of_cols = of_rows + f.col_norms;
   const double weight = s.a[MO_ISA::kRest], added = s.a[MO_ISA::kAdded], floor = s.a[MO_ISA::kFloor];
   const int64_t rows = f.batch * f.rows, cols = f.batch * f.cols;
-  const Means<T> of_row{as<T>(row.state[0]), of_rows, int32_t(f.grid_cols), rows, double(f.whole_cols), s.coef, weight, added};
-  const Means<T> of_col{as<T>(row.state[1]), of_cols, int32_t(f.grid_rows), cols, double(f.whole_rows), s.coef, weight, added};
+  const Means<T> of_row{as<T>(row.state[0]),  of_rows, int32_t(f.grid_cols), rows,
+                        double(f.whole_cols), s.coef,  weight,               added};
+  const Means<T> of_col{as<T>(row.state[1]),  of_cols, int32_t(f.grid_rows), cols,
+                        double(f.whole_rows), s.coef,  weight,               added};
   // Of matrix b: of the whole where rows are elsewhere too, else of `sum`.
   const auto mean_of = [&](int64_t b, double sum) {
     const double* means = as<const double>(f.means);

@@ -1,7 +1,7 @@
 // Two steps of Adafactor on tables built by hand, against loops in double: matrices of every kind of tile, vectors, dtypes
 // and strides. On every instruction set and for any number of threads, and on a device for any order of threads, with the
-// same bits, whether the parameters' sums are those that the step before has left or are taken anew. Then parts of larger
-// parameters, with the sums of the whole given.
+// same bits, whether the parameters' sums are those that the step before has left or are taken anew. Then parts of
+// larger parameters, with the sums of the whole given.
 #include <algorithm>
 #include <string>
 
@@ -15,8 +15,8 @@ using adafactor::Param;
 using adafactor::TestRow;
 using adafactor::TestTable;
 
-// The step of one row in double, from what it holds; the parameter it must come to, element by element. `sums`: of squares
-// of the update and of the parameter.
+// The step of one row in double, from what it holds; the parameter it must come to, element by element. `sums`: of
+// squares of the update and of the parameter.
 std::vector<double> expected(const TestRow& r, const mo::Hyper& h, double (*sums)[2] = nullptr) {
   const Param& p = r.param;
   const double t = double(r.step) + 1.0, rest = std::pow(t, h.beta2), eps = mo::base::spacing(p.dtype[0]);

@@ -409,7 +409,8 @@ class RowSet:
                 self._tiling(rows, on_device=True),
             )
             part.share = share
-            part.cut = self._cut(rows, part.table.tiling, part.table.row_words, part.table.scratch, part.table.sums)
+            if (tiling := part.table.tiling) is not None:
+                part.cut = self._cut(rows, tiling, part.table.row_words, part.table.scratch, part.table.sums)
             self.devices.append(part)
             first = last
         self._seen = np.zeros((2 + len(self._keys), n), dtype=np.uint64)
@@ -445,10 +446,8 @@ class RowSet:
         return Tiling([tuple(r.local.shape) for r in rows], sizes, limits, [r.whole for r in rows])
 
     @staticmethod
-    def _cut(
-        rows: list[Row], tiling: Tiling | None, words: Tensor, scratch: Tensor, sums: Tensor
-    ) -> CutMatrices | None:
-        if tiling is None or all(r.whole is None for r in rows):
+    def _cut(rows: list[Row], tiling: Tiling, words: Tensor, scratch: Tensor, sums: Tensor) -> CutMatrices | None:
+        if all(r.whole is None for r in rows):
             return None
         states = [{key: shards.local(value) for key, value in r.state.items()} for r in rows]
         return CutMatrices(tiling, states, words, scratch, sums)
