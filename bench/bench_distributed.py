@@ -2,9 +2,10 @@
 
     python bench/bench_distributed.py [--quick] [--json FILE] [--rounds N] [--only TEXT]
 
-Two gloo processes on the CPU hold the halves of 500 gradients. Every process calls the same contender at the same time;
-the times are the first one's. Norms are far below the limit, so that nothing is scaled. torch's step alone has no norm;
-the steps beside it are what a training loop does: clip, then step, or ours, which does both.
+Two gloo processes on the CPU hold the halves of the 500 parameters of an FSDP2 model. Every process calls the same
+contender at the same time; the times are the first one's. Norms are far below the limit, so that nothing is scaled.
+"all-reduce" is one of a dozen numbers, which no norm over ranks can do without. "clip and step" is what a training loop
+does: torch clips, then steps; ours does both in the step.
 """
 
 from __future__ import annotations
@@ -26,58 +27,70 @@ import mo_fused
 
 PROCESSES = 2
 TENSORS = 500
-SHAPE = (256, 64)
+SHAPES = ((64, 64), (256, 256))
+"""Of the whole parameters: 4 and 64 MB of gradients a process."""
 FAR = 1e9
 """A limit that no norm here reaches."""
-TORCH, OURS = "torch", "mo_fused"
+TORCH, OURS, ALONE = "torch", "mo_fused", "all-reduce"
 GOAL = Goal(OURS, TORCH, 5.0)
 CASES = ("clip_grad_norm_", "get_total_norm", "clip and step")
 
 
-def parameters(quick: bool) -> list[torch.nn.Parameter]:
+class Many(torch.nn.Module):
+    """Parameters, and a forward that uses each of them once."""
+
+    def __init__(self, count: int, shape: tuple[int, int]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        parts = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for _ in range(count)]
+        self.parts = torch.nn.ParameterList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(p * x).sum() for p in self.parts]).sum()
+
+
+def parameters(shape: tuple[int, int], quick: bool) -> list[torch.nn.Parameter]:
+    """Those of an FSDP2 model, with the gradients that its backward leaves."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    generator = torch.Generator().manual_seed(0)
-    params = []
-    for _ in range(10 if quick else TENSORS):
-        whole = torch.randn(SHAPE, generator=generator)
-        p = torch.nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-        p.grad = distribute_tensor(whole, mesh, [Shard(0)])
-        params.append(p)
-    return params
+    model = Many(10 if quick else TENSORS, shape)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model(torch.randn(shape, generator=torch.Generator().manual_seed(1))).backward()
+    return list(model.parameters())
 
 
-def contenders(case: str, quick: bool) -> dict[str, Callable[[], Any]]:
-    params = parameters(quick)
+def contenders(case: str, shape: tuple[int, int], quick: bool) -> dict[str, Callable[[], Any]]:
+    params = parameters(shape, quick)
+    numbers = torch.zeros(12, dtype=torch.float64)
+    alone = {ALONE: lambda: dist.all_reduce(numbers)}
     grads = [p.grad for p in params]
     if case == "clip_grad_norm_":
         return {
             TORCH: lambda: torch.nn.utils.clip_grad_norm_(params, FAR).full_tensor(),
             OURS: lambda: mo_fused.clip_grad_norm_(params, FAR),
+            **alone,
         }
     if case == "get_total_norm":
         return {
             TORCH: lambda: torch.nn.utils.get_total_norm(grads).full_tensor(),
             OURS: lambda: mo_fused.get_total_norm(grads),
+            **alone,
         }
     plain = torch.optim.AdamW(params, fused=True)
-    fused = mo_fused.AdamW(parameters(quick), max_grad_norm=FAR)
-    for p in fused.param_groups[0]["params"]:
-        p.grad = p.grad.clone()
+    fused = mo_fused.AdamW(parameters(shape, quick), max_grad_norm=FAR)
 
     def clip_and_step() -> None:
         torch.nn.utils.clip_grad_norm_(params, FAR)
         plain.step()
 
-    return {TORCH: clip_and_step, OURS: fused.step}
+    return {TORCH: clip_and_step, OURS: fused.step, **alone}
 
 
-def race(rank: int, store: str, case: str, settings: Settings, out: Any) -> None:
+def race(rank: int, store: str, case: str, shape: tuple[int, int], settings: Settings, out: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=PROCESSES, init_method=f"file://{store}")
-    calls = contenders(case, settings.quick)
+    calls = contenders(case, shape, settings.quick)
     times: dict[str, list[float]] = {name: [] for name in calls}
     order = list(calls)
     for k in range(3 + (2 if settings.quick else settings.rounds or 31)):
@@ -96,12 +109,12 @@ def race(rank: int, store: str, case: str, settings: Settings, out: Any) -> None
     os._exit(0)  # gloo's threads have been seen to abort an orderly end
 
 
-def run(case: str, settings: Settings) -> Outcome:
+def run(case: str, shape: tuple[int, int], settings: Settings) -> Outcome:
     context = mp.get_context("spawn")
     out = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         children = [
-            context.Process(target=race, args=(rank, os.path.join(folder, "store"), case, settings, out))
+            context.Process(target=race, args=(rank, os.path.join(folder, "store"), case, shape, settings, out))
             for rank in range(PROCESSES)
         ]
         for child in children:
@@ -114,8 +127,8 @@ def run(case: str, settings: Settings) -> Outcome:
         low, median, high = statistics.quantiles(found, n=4, method="inclusive")
         samples[name] = Sample(median, low, high, len(found), 1)
     count = 10 if settings.quick else TENSORS
-    title = f"{case}, {count} DTensors {SHAPE[0]}x{SHAPE[1]} fp32 over {PROCESSES} gloo processes"
-    goals = [] if case == "clip and step" else [GOAL]
+    title = f"{case}, {count} DTensors {shape[0]}x{shape[1]} fp32 over {PROCESSES} gloo processes"
+    goals = [GOAL] if case == "clip_grad_norm_" else []
     return Outcome("distributed", title, samples, {}, goals, settings.quick)
 
 
@@ -123,11 +136,12 @@ def main() -> None:
     settings = measure.arguments(__doc__)
     facts = measure.circumstances()
     print(measure.heading(facts))
-    for case in CASES:
-        if settings.only in case:
-            done = run(case, settings)
-            print(done.text())
-            measure.append(settings.json, done.records(), facts)
+    for shape in SHAPES:
+        for case in CASES:
+            if settings.only in case:
+                done = run(case, shape, settings)
+                print(done.text())
+                measure.append(settings.json, done.records(), facts)
 
 
 if __name__ == "__main__":

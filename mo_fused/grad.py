@@ -98,9 +98,9 @@ def _served(grads: list[Tensor], norm_type: float) -> bool:
 
 
 def _norm_dtype(grads: list[Tensor]) -> torch.dtype:
-    dtype = grads[0].dtype
-    for g in grads[1:]:
-        dtype = torch.promote_types(dtype, g.dtype)
+    dtype, *others = {g.dtype for g in grads}
+    for other in others:
+        dtype = torch.promote_types(dtype, other)
     if dtype == torch.float16:
         dtype = torch.float32  # fp16 ends at 65504: a finite norm would be returned as infinity
     return dtype
@@ -242,10 +242,11 @@ def clip_grad_norm_(
         The norm before clipping, as :func:`get_total_norm`.
     """
     items = _as_list(parameters, 3)
-    grads = [p.grad for p in items if p.grad is not None]
+    of_each = [p.grad for p in items]
+    grads = [g for g in of_each if g is not None]
     norm_type, max_norm = float(norm_type), float(max_norm)
     if norm_type in (2.0, _INF) and shards.any_dtensor(items):
-        norm = _shared_norm(items, [p.grad for p in items], norm_type, error_if_nonfinite)
+        norm = _shared_norm(items, of_each, norm_type, error_if_nonfinite)
         if not dispatch.is_cpu(norm) or not max_norm / (float(norm) + 1e-6) >= 1.0:
             clip_grads_with_norm_(items, max_norm, norm, foreach)
         return norm

@@ -373,7 +373,7 @@ def gradient_table(grads: list[Tensor]) -> tuple[Table, list[int]]:
         elif order.layout is not None:
             layouts[i] = order.layout
     chosen = np.flatnonzero(served)
-    place = {int(i): row for row, i in enumerate(chosen)}
+    place = {int(i): row for row, i in enumerate(chosen)} if layouts else {}
     rows = np.zeros(len(chosen), dtype=ROW)
     rows["numel"] = records["numel"][chosen]
     rows["dtype"][:, GRAD] = records["dtype"][chosen]

@@ -47,6 +47,12 @@ def _exchange_of(owners: Sequence[Tensor]) -> Exchange:
     return found
 
 
+def _settled(owner: Tensor, grad: Tensor | None) -> Tensor | None:
+    if grad is None or not shards.is_dtensor(grad):
+        return grad
+    return shards.local(shards.added_up(grad) if owner is grad else shards.settled(owner, grad))  # type: ignore[no-any-return]
+
+
 class SharedGradients:
     """One read of each gradient's local part, and what the ranks make of it together. Collective.
 
@@ -57,17 +63,12 @@ class SharedGradients:
 
     def __init__(self, owners: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         self._exchange = _exchange_of(owners)
-        kind = shards.dtensor_type()
-        self._here: list[Tensor | None] = []
-        for owner, grad in zip(owners, grads, strict=True):
-            if type(grad) is kind:
-                spec = grad._spec  # type: ignore[union-attr]
-                if owner is grad:
-                    grad = shards.added_up(grad)
-                elif spec is not owner._spec or not shards.is_settled(owner, grad):  # type: ignore[attr-defined, arg-type]
-                    grad = shards.settled(owner, grad)  # type: ignore[arg-type]
-                grad = grad._local_tensor  # type: ignore[union-attr]
-            self._here.append(grad)
+        self._here: list[Tensor | None]
+        if owners is not grads and shards.lie_alike(owners, grads):
+            kind = shards.dtensor_type()
+            self._here = [g._local_tensor if type(g) is kind else g for g in grads]  # type: ignore[union-attr]
+        else:
+            self._here = [_settled(owner, grad) for owner, grad in zip(owners, grads, strict=True)]
         first = next((g for g in self._here if g is not None), None)
         self.device = torch.device("cpu") if first is None else first.device
         self._rows = torch.zeros((len(self._here), len(ROW_SUMS)), dtype=torch.float64)

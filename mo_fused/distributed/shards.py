@@ -54,6 +54,20 @@ def unsettled(params: Sequence[Any]) -> list[Tensor]:
     return [p for p in looked_at if not is_settled(p, p.grad)]
 
 
+def lie_alike(owners: Sequence[Any], grads: Sequence[Any]) -> bool:
+    """Whether gradients of many parameters are all as :func:`is_settled` says; a quick look, which may say no."""
+    kind = dtensor_type()
+    for owner, grad in zip(owners, grads, strict=True):
+        if type(owner) is not kind:
+            if type(owner) not in _PLAIN:
+                return False
+        elif grad is not None and (
+            type(grad) is not kind or grad._spec is not owner._spec or type(grad._local_tensor) not in _PLAIN
+        ):
+            return False
+    return True
+
+
 def local(t: Any) -> Any:
     """What of a tensor is in this process: of a DTensor its local tensor, without autograd; anything else as it is."""
     return t._local_tensor if is_dtensor(t) else t
