@@ -124,12 +124,15 @@ def _shared_norm(
     owners: list[Tensor], grads: list[Tensor | None], norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
     """The norm over whole tensors, the same on every rank, as a plain tensor."""
-    norm, amax = SharedGradients(owners, grads).norms()
+    shared = SharedGradients(owners, grads)
+    norm, amax = shared.norms()
     found = norm if norm_type == 2.0 else amax
     if error_if_nonfinite:
         _check_finite(float(found), norm_type)
-    there = [g for g in grads if g is not None]
-    return found.to(_norm_dtype(there)) if there else found.float()
+    dtype = _norm_dtype(shared.here) if shared.here else torch.float32
+    if isinstance(found, Tensor):
+        return found.to(dtype)
+    return torch.tensor(found, dtype=dtype, device=shared.device)
 
 
 def _check_finite(norm: float, norm_type: float) -> None:
@@ -247,6 +250,7 @@ def clip_grad_norm_(
     norm_type, max_norm = float(norm_type), float(max_norm)
     if norm_type in (2.0, _INF) and shards.any_dtensor(items):
         norm = _shared_norm(items, of_each, norm_type, error_if_nonfinite)
+        # Where the host knows that nothing is to be scaled, nothing is looked at again.
         if not dispatch.is_cpu(norm) or not max_norm / (float(norm) + 1e-6) >= 1.0:
             clip_grads_with_norm_(items, max_norm, norm, foreach)
         return norm

@@ -38,11 +38,16 @@ class ScaledSum:
             self.exponent = exponent
 
     def norm(self) -> float:
-        root = math.sqrt(self.sumsq) if self.sumsq == self.sumsq and self.sumsq >= 0 else float("nan")
-        try:
-            return math.ldexp(root, self.exponent // 2)
-        except OverflowError:
-            return float("inf")
+        return norm_of(self.sumsq, self.exponent)
+
+
+def norm_of(sumsq: float, exponent: int) -> float:
+    """Square root of sumsq * 2**exponent; exponents are even."""
+    root = math.sqrt(sumsq) if sumsq == sumsq and sumsq >= 0 else float("nan")
+    try:
+        return math.ldexp(root, exponent // 2)
+    except OverflowError:
+        return float("inf")
 
 
 def larger(a: float, b: float) -> float:

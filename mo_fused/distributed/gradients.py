@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.eager import norm_of
 from ..device_gradients import on_one_device
 from ..host_gradients import HostGradients
 from ..stats import GradStats
 from ..table import MEASURE, same_items
 from . import shards
-from .exchange import ROW_SUMS, Exchange, Partial, combined, whole_number
+from .exchange import ROW_SUMS, Exchange, Partial, added_up, combined, whole_number
 from .ranks import Share
 
 _KEPT = 8
@@ -50,7 +51,9 @@ def _exchange_of(owners: Sequence[Tensor]) -> Exchange:
 def _settled(owner: Tensor, grad: Tensor | None) -> Tensor | None:
     if grad is None or not shards.is_dtensor(grad):
         return grad
-    return shards.local(shards.added_up(grad) if owner is grad else shards.settled(owner, grad))  # type: ignore[no-any-return]
+    # A gradient that is measured in its own right may be a part of a sum, a parameter is not.
+    whole = shards.added_up(grad) if shards.is_partial(owner) else shards.settled(owner, grad)
+    return shards.local(whole)  # type: ignore[no-any-return]
 
 
 class SharedGradients:
@@ -64,24 +67,30 @@ class SharedGradients:
     def __init__(self, owners: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         self._exchange = _exchange_of(owners)
         self._here: list[Tensor | None]
-        if owners is not grads and shards.lie_alike(owners, grads):
+        if not self._exchange.partial and shards.lie_alike(owners, grads):
             kind = shards.dtensor_type()
             self._here = [g._local_tensor if type(g) is kind else g for g in grads]  # type: ignore[union-attr]
         else:
             self._here = [_settled(owner, grad) for owner, grad in zip(owners, grads, strict=True)]
-        first = next((g for g in self._here if g is not None), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        self.here = [g for g in self._here if g is not None]
+        """The gradients' local tensors."""
+        self.device = self.here[0].device if self.here else torch.device("cpu")
         self._rows = torch.zeros((len(self._here), len(ROW_SUMS)), dtype=torch.float64)
         self._largest = torch.zeros(len(self._here), dtype=torch.float64)
 
-    def norms(self) -> tuple[Tensor, Tensor]:
-        """L2 norm and largest magnitude over everything (float64, 0-dim, on the gradients' device)."""
-        total = combined(self._totals(rows=False))
-        return total[0].sqrt() * torch.exp2(total[1] / 2), total[2]
+    def norms(self) -> tuple[Tensor | float, Tensor | float]:
+        """L2 norm and largest magnitude over everything: 0-dim float64 tensors of a device, or the host's numbers."""
+        partials = self._partials(rows=False)
+        if any(isinstance(x, Tensor) for records in partials.values() for x in records):
+            total = combined(self._exchange.totals(partials, None, self.device)[0])
+            return total[0].sqrt() * torch.exp2(total[1] / 2), total[2]
+        records, _ = self._exchange.totals_on_host(partials, 0.0)  # type: ignore[arg-type]
+        sumsq, exponent, amax, _, _ = added_up(records)
+        return norm_of(sumsq, int(exponent)), amax
 
     def stats(self) -> GradStats:
         """The same and counts, for each tensor too."""
-        total = combined(self._totals(rows=True)).cpu()
+        total = combined(self._exchange.totals(self._partials(rows=True), None, self.device)[0]).cpu()
         rows, largest, _ = self._exchange.whole_rows(range(len(self._here)), self._rows, self._largest)
 
         def tensor(value: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -98,14 +107,14 @@ class SharedGradients:
             zero_counts=tensor(rows[:, 2], torch.int64),
         )
 
-    def _totals(self, rows: bool) -> Tensor:
-        """Records that add up to everything; ``rows``: of each gradient too."""
+    def _partials(self, rows: bool) -> dict[Share | None, list[Partial]]:
+        """What the gradients here add to the totals; ``rows``: of each gradient too."""
         partials: dict[Share | None, list[Partial]] = {}
         for share, places in self._exchange.places.items():
             index = [i for i in places if self._here[i] is not None]
             if index:
                 partials[share] = [self._measured(index, rows)]
-        return self._exchange.totals(partials, None, self.device)[0]
+        return partials
 
     def _measured(self, index: list[int], rows: bool) -> Partial:
         grads = [g for i in index if (g := self._here[i]) is not None]

@@ -56,7 +56,7 @@ def unsettled(params: Sequence[Any]) -> list[Tensor]:
 
 def lie_alike(owners: Sequence[Any], grads: Sequence[Any]) -> bool:
     """Whether gradients of many parameters are all as :func:`is_settled` says; a quick look, which may say no."""
-    kind = dtensor_type()
+    kind: Any = dtensor_type()
     for owner, grad in zip(owners, grads, strict=True):
         if type(owner) is not kind:
             if type(owner) not in _PLAIN:
@@ -101,9 +101,14 @@ def settled(p: Tensor, grad: Tensor) -> Tensor:
     return like(p, present(grad), p.shape)
 
 
+def is_partial(t: Tensor) -> bool:
+    """Whether a tensor is a DTensor whose local tensors have to be added up."""
+    return is_dtensor(t) and any(x.is_partial() for x in t.placements)  # type: ignore[attr-defined]
+
+
 def added_up(t: Tensor) -> Tensor:
     """A DTensor whose local tensor is there and is not a part of a sum (this communicates where it is)."""
-    if any(x.is_partial() for x in t.placements):  # type: ignore[attr-defined]
+    if is_partial(t):
         from torch.distributed.tensor import Replicate
 
         t = t.redistribute(t.device_mesh, [Replicate() if x.is_partial() else x for x in t.placements])  # type: ignore[attr-defined]

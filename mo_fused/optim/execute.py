@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .. import dispatch
 from ..backends import cpu, eager, fallback
-from ..backends.eager import ScaledSum, larger
+from ..backends.eager import norm_of
+from ..distributed.exchange import added_up
 from ..distributed.factored import CutMatrices
 from ..request import Request
 from ..stats import Buffer, StatsBuffer
@@ -100,11 +101,8 @@ def buffers(rows: RowSet) -> list[Buffer]:
 def note_totals(out: StatsBuffer, records: Sequence[Sequence[float]], scale: float) -> None:
     """What the gradients of all places add up to. ``records``: as :func:`measure_host` returns; ``scale``: of the
     scaler."""
-    total, amax, nonfinite, zeros = ScaledSum(), 0.0, 0.0, 0.0
-    for sumsq, exponent, largest, bad, zero in records:
-        total.add(sumsq, int(exponent))
-        amax, nonfinite, zeros = larger(amax, largest), nonfinite + bad, zeros + zero
-    out["grad_norm"], out["grad_amax"] = total.norm() / scale, amax / scale
+    sumsq, exponent, amax, nonfinite, zeros = added_up(records)
+    out["grad_norm"], out["grad_amax"] = norm_of(sumsq, int(exponent)) / scale, amax / scale
     out["nonfinite"], out["zeros"], out["measured"] = nonfinite, zeros, 1.0
 
 

@@ -44,11 +44,16 @@ def shared_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
     out = execute.claim(rows) if rows.host or rows.other or not parts else None
     control = execute.control_of(rows, ask)
     partials = _partials(rows, grads, ask, out)
-    device = parts[0].device if parts else torch.device("cpu")
-    totals, given = exchange.totals(partials, ask.found_inf, device)
-    found = None if ask.found_inf is None else given
-    for part in parts:
-        part.finish(list(totals) if ask.measured else (), elsewhere=ask.measured, found_inf=found)
+    given: Tensor | float
+    if parts or any(isinstance(x, Tensor) for records in partials.values() for x in records):
+        device = parts[0].device if parts else torch.device("cpu")
+        totals, given = exchange.totals(partials, ask.found_inf, device)
+        found = None if ask.found_inf is None else given
+        for part in parts:
+            part.finish(list(totals) if ask.measured else (), elsewhere=ask.measured, found_inf=found)
+        records = totals.tolist() if out is not None else []  # which waits for the devices
+    else:
+        records, given = exchange.totals_on_host(partials, float(ask.found_inf or 0.0))  # type: ignore[arg-type]
     # A gradient that they share with an offloaded parameter must not be scaled before that has read it.
     late = ask.clip_in_place and rows.offloaded is not None
     for part in () if late else parts:
@@ -56,7 +61,7 @@ def shared_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
     skipped = False
     if out is not None:
         if ask.measured:
-            execute.note_totals(out, totals.tolist(), float(control["grad_scale"][0]))
+            execute.note_totals(out, records, float(control["grad_scale"][0]))
             if rows.offloaded is not None:
                 rows.offloaded.note_measured(out, float(control["grad_scale"][0]))
         control["found_inf"] = float(given)
