@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +56,9 @@ def blocks() -> list[Block]:
 
 
 BLOCKS = blocks()
-PYTHON = [b for b in BLOCKS if b.language == "python" and b.before != NOT_RUN]
+TWO_PROCESSES = "<!-- two processes: "
+PYTHON = [b for b in BLOCKS if b.language == "python" and b.before != NOT_RUN and TWO_PROCESSES not in b.before]
+SCRIPTS = [b for b in BLOCKS if b.before.startswith(TWO_PROCESSES)]
 SHELL = [line for b in BLOCKS if b.language == "sh" for line in b.code.splitlines()]
 
 
@@ -63,6 +67,23 @@ def test_every_block_is_of_a_known_kind() -> None:
     assert {b.language for b in BLOCKS} == {"sh", "python"}
     assert len(PYTHON) >= 3, "one for each of the three doors at least"
     assert sum(b.prints is not None for b in PYTHON) >= 1
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_script_runs_in_processes(
+    block: Block, tmp_path: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """As README.md says; then once more from its checkpoint, in one process."""
+    name = block.before.removeprefix(TWO_PROCESSES).removesuffix(" -->")
+    (tmp_path / name).write_text(block.code, encoding="utf-8")
+    (line,) = [line for line in SHELL if line.endswith(f" {name}")]
+    command = shlex.split(line)[1:]
+    assert command[:4] == ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    for command[3] in ("2", "1"):
+        found = run_python(*command, env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
+        assert found.returncode == 0, found.stderr[-3000:]
+        assert len(found.stdout.splitlines()) == 3
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
