@@ -54,6 +54,7 @@ TWICE = Arrangement("twice", (2, 2), (("0", "0"),))
 GRID = Arrangement("grid", (2, 2), (("0", "1"), ("1", "0"), None, ("R", "1")))
 STRIDED = Arrangement("strided", (2, 2), (("S", "0"), ("0", "1"), ("0", "R")))
 NESTED = Arrangement("nested", (2, 2), (("0", "0"), ("0",), ("R", "0"), None), within="tp")
+CUBE = Arrangement("cube", (2, 1, 2), (("0", "1", "2"), ("0", "2", "1")))
 ARRANGEMENTS = [SHARDED, SHARDED_4, REPLICATED, COLUMNS, PARTLY_PLAIN, HYBRID, TWICE, GRID, STRIDED, NESTED]
 # One of each kind, for tests whose subject is not where parameters lie.
 FEW = [PARTLY_PLAIN, SHARDED_4, GRID, STRIDED, NESTED]
@@ -66,7 +67,7 @@ PLAIN_SGD = Case("SGD", "plain", dict(lr=0.1))
 CASES = [ADAMW, AMSGRAD, ASCENT, MOMENTUM, PLAIN_SGD]
 RULES = [ADAMW, MOMENTUM]
 
-NAMES = {1: ("all",), 2: ("dp", "tp")}
+NAMES = {1: ("all",), 2: ("dp", "tp"), 3: ("dp", "cp", "tp")}
 # Factors whose sum is 1.
 PARTS = {2: (1.5, -0.5), 4: (1.5, -0.5, 0.25, -0.25)}
 

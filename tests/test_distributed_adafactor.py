@@ -17,7 +17,18 @@ import mo_fused
 pytestmark = pytest.mark.cpu_only(reason="processes of their own, with the CPU's backends")
 
 SHAPES: list[tuple[int, ...]] = [(7, 6), (64, 48), (1, 6), (6, 1), (), (5,), (0, 3), (3, 10, 12), (2100, 40), (4, 2)]
-ARRANGEMENTS = [d.SHARDED, d.SHARDED_4, d.COLUMNS, d.PARTLY_PLAIN, d.HYBRID, d.TWICE, d.GRID, d.STRIDED, d.NESTED]
+ARRANGEMENTS = [
+    d.SHARDED,
+    d.SHARDED_4,
+    d.COLUMNS,
+    d.PARTLY_PLAIN,
+    d.HYBRID,
+    d.TWICE,
+    d.GRID,
+    d.STRIDED,
+    d.NESTED,
+    d.CUBE,
+]
 FORMS: dict[str, dict[str, Any]] = {
     "torch": dict(lr=0.02, weight_decay=0.1),
     "clipped": dict(lr=0.02, max_grad_norm=1.0, stats=True),

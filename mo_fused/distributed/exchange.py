@@ -88,7 +88,9 @@ class Exchange:
         dims = [(d, x.dim % p.dim()) for d, x in enumerate(p.placements) if hasattr(x, "dim")]  # type: ignore[attr-defined]
         for dim in cut:
             along[dim] = self._among(mesh, tuple(d for d, of in dims if of == dim))
-        return Whole(tuple(p.shape), along, self._among(mesh, tuple(d for d, _ in dims)))
+        of_matrices = tuple(d for d, of in dims if of >= p.dim() - 2)
+        every = self._among(mesh, tuple(d for d, _ in dims))
+        return Whole(tuple(p.shape), along, every, self._among(mesh, of_matrices) if of_matrices else None)
 
     def _among(self, mesh: Any, dims: tuple[int, ...]) -> Among:
         if (mesh, dims) not in self._lines:

@@ -55,11 +55,8 @@ class Whole:
     """For each dimension that is cut (from 0): those with the other slices along it, and the same ones along others."""
     all: Among
     """Those with any part; where only one dimension is cut, the same as for it."""
-
-    def __post_init__(self) -> None:
-        last_two = {len(self.shape) - 1, len(self.shape) - 2} & set(self.along)
-        if len(self.shape) > 2 and len(last_two) == 2 and len(self.along) > 2:
-            raise NotImplementedError(f"matrices cut along both dimensions, and apart from one another: {self.shape}")
+    matrices: Among | None = None
+    """Those with any part of the same matrices, where that is not all of them."""
 
     @property
     def numel(self) -> int:
@@ -78,7 +75,9 @@ class Whole:
     @property
     def of_matrices(self) -> Among | None:
         """Those with the other rows of a matrix, and all parts of them."""
-        return self.of_columns if self.of_rows is None else self.all
+        if self.of_rows is None or self.of_columns is None:
+            return self.of_columns
+        return self.all if self.matrices is None else self.matrices
 
     def means(self, square: Tensor, row_var: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """Means over the whole: of squares along rows and along columns.
@@ -215,7 +214,14 @@ class CutMatrices:
                 continue
             f, size = tiling.factored[i], int(tiling.item_sizes[i])
             shape = int(f["batch"]), int(f["rows"]), int(f["cols"])
-            key = shape, size, whole.shape, tuple(sorted(whole.along.items(), key=lambda item: item[0])), whole.all
+            key = (
+                shape,
+                size,
+                whole.shape,
+                tuple(sorted(whole.along.items(), key=lambda item: item[0])),
+                whole.all,
+                whole.matrices,
+            )
             kind = kinds.setdefault(key, _Kind(whole, empty=0 in shape))
             kind.members.append(i)
             kind.states.append(states[i])
