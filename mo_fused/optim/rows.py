@@ -31,7 +31,6 @@ from ..table import (
     GRAD_SHARED,
     MISSING_GRADIENT,
     OPERANDS,
-    PARAM_UNKNOWN,
     RECORD,
     ROW,
     ROWS_CHANGED,
@@ -46,6 +45,7 @@ from ..table import (
 from .formats import MASTER_SLOTS, Formats, take_out
 from .fresh import FreshSlot
 from .hyper import HyperWriter, same_values
+from .known_params import KnownParams
 from .overlaps import sharing
 from .planning import Row, RowPlanner
 
@@ -90,8 +90,6 @@ class RowSet:
         self.host: list[Row] = []
         self.other: list[Row] = []
         self.all: list[Row] = []
-        # Address and version that the carried sum of each parameter belongs to (Adafactor), shape (2, n).
-        self._known_params: np.ndarray[Any, Any]
         self.offloaded: OffloadedRows | None = None
         self._build([])
 
@@ -193,7 +191,7 @@ class RowSet:
         if self._clip_in_place:
             self._mark_shared_gradients()
         if self.rule.factored:
-            self._mark_unknown_params()
+            self.known_params.mark()
         return grads
 
     def _add_taken(self, grads: list[Tensor | None]) -> bool:
@@ -213,20 +211,6 @@ class RowSet:
         self.rows["flags"][index] |= ACTIVE
         return True
 
-    def _mark_unknown_params(self) -> None:
-        """Asks for the sum of squares of parameters that somebody else may have written since the last step.
-
-        A write through ``p.data`` leaves no trace: one step goes on with the sum of before, the one after it is right.
-        """
-        now = self._params_now()
-        # A tensor of inference mode has no version, and is looked at every time.
-        unknown = (now != self._known_params).any(axis=0) | (now[1] == NO_VERSION)
-        self.rows["flags"] |= np.where(unknown, PARAM_UNKNOWN, 0).astype(self.rows["flags"].dtype)
-
-    def _params_now(self) -> np.ndarray[Any, Any]:
-        """Addresses and versions of the native rows' parameters, shape (2, n)."""
-        return np.stack([self.rows["param"].astype(np.int64), _versions(self.row_params)])
-
     def params_are_known(self, measured: bool, skipped: bool) -> None:
         """After a step of Adafactor: the sums of the parameters that took part are those of what they hold now.
 
@@ -236,7 +220,7 @@ class RowSet:
         active[: len(self.host)] &= measured or not skipped
         if self.offloaded is not None:
             active[self.offloaded.elsewhere] &= not skipped
-        self._known_params = np.where(active, self._params_now(), self._known_params)
+        self.known_params.learn(active)
 
     def _mark_shared_gradients(self) -> None:
         """Parameters may be given one and the same gradient tensor; it is scaled once."""
@@ -417,7 +401,7 @@ class RowSet:
         for i, r in enumerate(self.native):
             places = dict(zip(("param", "grad", *r.slots, *(("step",) if r.has_step else ())), r.key, strict=True))
             self._seen[:, i] = [places.get(key, 0) for key in ("param", "grad", *self._keys)]
-        self._known_params = np.full((2, n), -1, dtype=np.int64)
+        self.known_params = KnownParams(self.rows, self.row_params)
         self._hyper_written = False
         shares = list(dict.fromkeys(r.share for r in self.host))
         self.host_shares = [(s, np.flatnonzero([r.share == s for r in self.host])) for s in shares]
@@ -492,16 +476,6 @@ class RowSet:
             else:
                 row.fresh = False
                 self._flags[i] &= ~FRESH
-
-
-NO_VERSION = -2
-
-
-def _versions(params: Sequence[Tensor]) -> np.ndarray[Any, Any]:
-    try:
-        return np.fromiter((p._version for p in params), dtype=np.int64, count=len(params))
-    except RuntimeError:  # a tensor of inference mode has none, and is looked at every time
-        return np.full(len(params), NO_VERSION, dtype=np.int64)
 
 
 def _layout_words(plans: Sequence[Plan]) -> dict[int, list[int]]:
