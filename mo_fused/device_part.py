@@ -212,7 +212,7 @@ class DevicePart:
 
     def finish(
         self,
-        extras: Sequence[Tensor] = (),
+        extras: Sequence[Tensor] | Tensor = (),
         norm: Tensor | None = None,
         found_inf: Tensor | None = None,
         elsewhere: bool = False,
@@ -226,7 +226,9 @@ class DevicePart:
         if found_inf is not None:
             self._ask = replace(self._ask, found_inf=self._brought(_as_flag(found_inf)))
         there = None
-        if extras:
+        if isinstance(extras, Tensor):
+            there = extras.to(self.device, non_blocking=True)
+        elif extras:
             there = torch.stack([e.to(self.device, non_blocking=True) for e in extras])
         with dispatch.on_device(self.device):
             self._backend.finish(self.table, self.stats.address, self._ask, self._first, there, norm, elsewhere)

@@ -157,6 +157,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else torch.cuda.device(device)
 
 
+def used_here(tensor: Tensor) -> None:
+    """The current stream reads a tensor that another stream has made: its memory is not used anew before."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 def is_capturing(device: torch.device) -> bool:
     """Whether what is launched now becomes part of a CUDA graph."""
     return device.type != "cpu" and torch.cuda.is_current_stream_capturing()

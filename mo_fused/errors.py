@@ -163,6 +163,12 @@ def hook_factored() -> ValueError:
     )
 
 
+def not_a_member() -> ValueError:
+    return ValueError(
+        message("a process group that this process is in", "one of others", "pass the group of this process's ranks")
+    )
+
+
 def no_process_group() -> RuntimeError:
     return RuntimeError(
         message(

@@ -101,6 +101,8 @@ def _norm_dtype(grads: list[Tensor]) -> torch.dtype:
     dtype, *others = {g.dtype for g in grads}
     for other in others:
         dtype = torch.promote_types(dtype, other)
+    if dtype.is_complex:
+        dtype = dtype.to_real()
     if dtype == torch.float16:
         dtype = torch.float32  # fp16 ends at 65504: a finite norm would be returned as infinity
     return dtype

@@ -82,6 +82,10 @@ def check_slot(
         wanted, found = shards.placements_of(param, shape, key), tuple(value.placements)  # type: ignore[attr-defined]
         if found != wanted:
             raise errors.state_mismatch("placements", name, key, wanted, found)
+        for dim in {x.dim % param.dim() for x in wanted if hasattr(x, "dim")}:
+            own, here = shards.local(param).shape[dim], shards.local(value).shape[dim]
+            if own != here:
+                raise errors.state_mismatch(f"local size along dimension {dim}", name, key, own, here)
     if value.device != param.device and not anywhere:
         raise errors.state_mismatch("device", name, key, param.device, value.device)
 

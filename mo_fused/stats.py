@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -37,6 +36,11 @@ _ROW_AT = {name: i for i, name in enumerate(ROW)}
 
 RING = 4
 """How many steps a StepStats stays readable: its own and the three after it."""
+
+
+def whole_number(count: Tensor) -> Tensor:
+    """A count, which over replicas of a DTensor is a mean: one bad element of one replica alone is one, not half."""
+    return torch.ceil(count - 1e-6).abs()  # and not -0.0
 
 
 class StatsBuffer:
@@ -197,7 +201,7 @@ class StepStats:
         the step a skipped one: the gradients were not read then.
         """
         value = self._field("nonfinite", self._measured)
-        return None if value is None else torch.ceil(value - 1e-6)  # over replicas of a DTensor it is a mean
+        return None if value is None else whole_number(value)
 
     @property
     def grad_amax(self) -> Tensor | None:
@@ -247,7 +251,7 @@ class StepStats:
                 stored_update_norm=values["stored_update_norm"] if updated else None,
                 param_norm=values["param_norm"] if updated else None,
                 all_zero=values["grad_amax"] == 0.0 if measured and whole else None,
-                nonfinite=math.ceil(values["nonfinite"] - 1e-6) if measured and whole else None,
+                nonfinite=int(whole_number(torch.tensor(values["nonfinite"]))) if measured and whole else None,
             )
         return out
 

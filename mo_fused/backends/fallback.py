@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .. import reference
+from ..distributed import shards
 from ..stats import StatsBuffer
 from ..table import Table
 from .eager import ScaledSum, larger
@@ -19,14 +20,11 @@ if TYPE_CHECKING:
     from ..optim.rules import Rule
 
 
-def _local(x: Tensor) -> Tensor:
-    """The whole value of a distributed tensor as a plain one; other tensors as they are."""
-    full = getattr(x, "full_tensor", None)
-    return full() if callable(full) else x
+def measure(table: Table, rows: Sequence[Row], first_row: int, out: StatsBuffer, settled: Mapping[int, Tensor]) -> None:
+    """Adds these rows' gradients to the ``extra_*`` fields of the control and fills their rows of the buffer.
 
-
-def measure(table: Table, rows: Sequence[Row], first_row: int, out: StatsBuffer) -> None:
-    """Adds these rows' gradients to the ``extra_*`` fields of the control and fills their rows of the buffer."""
+    Of DTensors, what is in this process. ``settled``: by id of the parameter, gradients that take the place of its own.
+    """
     control = table.control
     scale = float(control["grad_scale"][0])
     total = ScaledSum()
@@ -34,7 +32,9 @@ def measure(table: Table, rows: Sequence[Row], first_row: int, out: StatsBuffer)
     for i, row in enumerate(rows, first_row):
         if row.param.grad is None:
             continue
-        sumsq, exponent, row_max, bad, zero = reference.grad_sums(_local(row.param.grad))
+        sumsq, exponent, row_max, bad, zero = reference.grad_sums(
+            shards.present(settled.get(id(row.param), row.param.grad))
+        )
         one = ScaledSum()
         one.add(sumsq, exponent)
         out.set_row(i, grad_norm=one.norm() / scale, grad_amax=row_max / scale, nonfinite=bad, zeros=zero, active=1.0)
@@ -70,8 +70,8 @@ def update(
             with torch.no_grad():
                 grad.mul_(scale)
         if before is not None:
-            change = reference.grad_sums(_local(param.detach() - before))[0]
-            norm = reference.grad_sums(_local(param.detach()))[0]
+            change = reference.grad_sums(shards.present(param.detach() - before))[0]
+            norm = reference.grad_sums(shards.present(param.detach()))[0]
             found = (change, change, norm)
             sums = [a + b for a, b in zip(sums, found, strict=True)]
             names = ("update_norm", "stored_update_norm", "param_norm")

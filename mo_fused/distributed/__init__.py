@@ -7,6 +7,10 @@ from typing import Any
 __all__ = ["norm_hook", "partitioned"]
 
 
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]
+
+
 def __getattr__(name: str) -> Any:
     """What users call, imported when it is asked for: the rest of the package needs the modules beside it first."""
     if name == "norm_hook":

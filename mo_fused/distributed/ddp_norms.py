@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import errors
+from .. import dispatch, errors
 from ..device_gradients import on_one_device
 from ..host_gradients import HostGradients
 from ..table import MEASURE
@@ -49,7 +49,7 @@ def norm_hook(
 
     Raises:
         TypeError: not a DistributedDataParallel, or an optimizer of somebody else.
-        ValueError: Adafactor, whose first pass is more than a norm.
+        ValueError: Adafactor, whose first pass is more than a norm; an optimizer under gradient release.
     """
     from ..optim.base import FusedOptimizer
 
@@ -59,6 +59,8 @@ def norm_hook(
         raise errors.hook_optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
     if optimizer._rule.factored:
         raise errors.hook_factored()
+    if optimizer._release() is not None:
+        raise errors.release_ddp()
     if hook is None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -155,6 +157,8 @@ class NormHook:
 
     def records(self) -> list[Tensor]:
         """The totals of the gradients on a device: see DevicePart.partial."""
+        for _, record in self._records:
+            dispatch.used_here(record)  # it was made on a stream of the communication
         return [record for _, record in self._records]
 
 

@@ -30,26 +30,21 @@ class Exchange:
 
     Args:
         params: all parameters, also those without a gradient: the same on every rank of a mesh, in the same order.
-        partition: process group whose ranks have plain parameters of their own each (ZeRO-1), or None.
+        partition: process group whose ranks have parameters of their own each (ZeRO-1, pipelines), or None.
     """
 
     def __init__(self, params: Sequence[Tensor], partition: Any = None) -> None:
         self._ranks: dict[tuple[int, ...], Ranks] = {}
         self._kept_weights: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
         self._lines: dict[tuple[Any, tuple[int, ...]], Among] = {}
-        self.plain: Share | None = None
-        """What plain parameters belong to; None: they are the same on all ranks, or nobody else's."""
-        if partition is not None:
-            found = ranks.of_group(partition)
-            self._ranks.setdefault(found.members, found)
-            self.plain = Share(found.members, 1, sharded=False)
+        self._partition = None if partition is None else ranks.of_group(partition)
         meshes: dict[Any, Ranks] = {}
         self._counts: dict[tuple[int, ...], int] = {}
         self._place: list[int] = []
         self.shares: list[Share | None] = []
-        """Of each parameter; None: it is this process's alone, or the same on all."""
+        """Of each parameter; None: a plain one."""
         for p in params:
-            share, place = None if shards.is_dtensor(p) else self.plain, -1
+            share, place = None, -1
             if shards.is_dtensor(p) and not shards.is_elsewhere(p):
                 mesh = p.device_mesh  # type: ignore[attr-defined]
                 if mesh not in meshes:
@@ -68,17 +63,19 @@ class Exchange:
         for i, p in enumerate(params):
             if not shards.is_elsewhere(p):
                 self.places.setdefault(self.shares[i], []).append(i)
-        known = dict.fromkeys(s for s in self.shares if s is not None and s.sharded)
+        known = dict.fromkeys(s for s in self.shares if s is not None)
         # Smaller sets first, all processes in one order: nobody waits for somebody who waits, and what the last knows
         # of the others' gradients, the larger sets learn too.
-        self._order = sorted(self._ranks.values(), key=lambda r: (r.size, r.members))
+        self._order = sorted(
+            (r for r in self._ranks.values() if r.members in self._counts), key=lambda r: (r.size, r.members)
+        )
         self._of_ranks = {
-            r.members: sorted((s for s in [*known, *filter(None, [self.plain])] if s.members == r.members), key=_key)
+            r.members: sorted((s for s in known if s.members == r.members), key=lambda s: s.replicas)
             for r in self._order
         }
 
     def __bool__(self) -> bool:
-        return bool(self._order)
+        return bool(self._order) or self._partition is not None
 
     def whole_of(self, p: Tensor) -> Whole | None:
         """What Adafactor has to know of a DTensor that is cut; None for one that is here as a whole."""
@@ -120,6 +117,9 @@ class Exchange:
             records = every[:, :-2].reshape(r.size, -1, RECORD)
             out.append((records * self._weights(r, device)).reshape(-1, RECORD))
             elsewhere = elsewhere + records[..., 3].sum()
+        if self._partition is not None:  # whose other ranks have other parameters
+            every = self._partition.gathered(torch.cat([combined(torch.cat(out)), torch.stack([given, elsewhere])]))
+            given, elsewhere, out = every[:, -2].amax(), every[:, -1].amax(), [every[:, :-2]]
         others = torch.zeros((1, RECORD), dtype=torch.float64, device=device)
         # A plain gradient that should be the same everywhere is not: nobody steps on what one of them has seen.
         counted = torch.cat(out)[:, 3].sum()
@@ -143,6 +143,10 @@ class Exchange:
                     w = 1.0 / s.replicas
                     out.append([sumsq * w, exponent, amax, bad * w, zero * w])
                     elsewhere += bad
+        if self._partition is not None:
+            of_all = torch.tensor([*added_up(out), given, elsewhere], dtype=torch.float64)
+            every = self._partition.gathered(of_all).tolist()
+            given, elsewhere, out = max(x[-2] for x in every), max(x[-1] for x in every), [x[:-2] for x in every]
         if not any(x[3] for x in out):
             out.append([0.0, 0.0, 0.0, elsewhere, 0.0])
         return out, given
@@ -171,9 +175,7 @@ class Exchange:
             n = self._counts.get(r.members, 0)
             if not n:
                 continue
-            of_ranks = [
-                (at, s.replicas) for at, s in enumerate(self.shares) if s and s.sharded and s.members == r.members
-            ]
+            of_ranks = [(at, s.replicas) for at, s in enumerate(self.shares) if s and s.members == r.members]
             replicas = torch.tensor([k for _, k in of_ranks], dtype=torch.float64, device=rows.device).reshape(-1, 1)
             there = {at for at, _ in of_ranks}
             mine = [(i, self._place[at]) for i, at in enumerate(positions) if at in there]
@@ -198,24 +200,21 @@ class Exchange:
             largest[index] = torch.where(table[place, -1] > 0, math.nan, tops[place])
         return rows, largest, updates
 
+    @property
+    def partitioned(self) -> bool:
+        """Other ranks have other parameters."""
+        return self._partition is not None
+
     def partition_sums(self, values: Tensor) -> Tensor:
-        """Collective: sums over the ranks that have plain parameters of their own each; as they are without such."""
-        return values if self.plain is None else self._ranks[self.plain.members].add(values)
+        """Collective: sums over the ranks that have parameters of their own each."""
+        assert self._partition is not None
+        return self._partition.add(values)
 
 
 def shifted(x: Tensor, power: Tensor) -> Tensor:
     """x * 2**power, in two steps: one of them may be out of range."""
     half = (power / 2).trunc()
     return x * torch.exp2(half) * torch.exp2(power - half)
-
-
-def whole_number(x: Tensor) -> Tensor:
-    """A count over replicas, which is a mean: a replica alone with a bad element has one, and not half of it."""
-    return torch.ceil(x - 1e-6)
-
-
-def _key(share: Share) -> tuple[bool, int]:
-    return share.sharded, share.replicas
 
 
 def _flag(found_inf: Tensor | float | None, device: torch.device) -> Tensor:

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..backends.eager import norm_of
 from ..device_gradients import on_one_device
 from ..host_gradients import HostGradients
-from ..stats import GradStats
+from ..stats import GradStats, whole_number
 from ..table import MEASURE, same_items
 from . import shards
-from .exchange import ROW_SUMS, Exchange, Partial, added_up, combined, whole_number
+from .exchange import ROW_SUMS, Exchange, Partial, added_up, combined
 from .ranks import Share
 
 _KEPT = 8
@@ -28,12 +29,21 @@ class _Kept(threading.local):
     def __init__(self) -> None:
         self.exchanges: OrderedDict[Any, Exchange] = OrderedDict()
         self.last: tuple[list[Any], Exchange] = ([], Exchange([]))
+        self.world: Any = None
+
+    def forget_other_worlds(self) -> None:
+        """Process groups end with their world; a mesh of the next one may look just as one of the last."""
+        if self.world is not dist.group.WORLD:
+            self.exchanges.clear()
+            self.last = ([], Exchange([]))
+            self.world = dist.group.WORLD
 
 
 _kept = _Kept()
 
 
 def _exchange_of(owners: Sequence[Tensor]) -> Exchange:
+    _kept.forget_other_worlds()
     specs = [getattr(owner, "_spec", None) for owner in owners]
     if same_items(specs, _kept.last[0]):  # which are alive, so that identities mean something
         return _kept.last[1]

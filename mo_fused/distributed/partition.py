@@ -1,4 +1,4 @@
-"""Optimizers whose plain parameters are a part of a model's: other ranks step the others (ZeRO-1, pipelines)."""
+"""Optimizers whose parameters are a part of a model's: other ranks step the others (ZeRO-1, FSDP1, pipelines)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _NEAR = 16
 
 
 def partitioned(optimizer: FusedOptimizer, process_group: Any = None) -> None:
-    """Says that every rank of a group steps plain parameters of its own, all of them together one model's.
+    """Says that every rank of a group steps parameters of its own, all of them together one model's.
 
-    Gradient norm, clipping, skip and ``last_step`` are then those of all ranks' parameters together, and every rank has
-    to call ``step`` as often as the others. ``ZeroRedundancyOptimizer(params, optimizer_class=mo_fused.AdamW, ...)``
-    needs no such call. DTensors (FSDP2) know their ranks by themselves.
+    Gradient norm, clipping, skip and the totals of ``last_step`` are then those of all ranks' parameters together, and
+    every rank has to call ``step`` as often as the others. For stages of a pipeline, experts on ranks of their own, and
+    FSDP1, whose ranks hold plain parts. ``ZeroRedundancyOptimizer(params, optimizer_class=mo_fused.AdamW, ...)`` needs
+    no such call, and DTensors know the ranks of their meshes by themselves: with DTensors, ``process_group`` is those
+    ranks that have the other stages or experts, one of each mesh. No parameter may be there on two ranks of the group.
 
     Args:
         optimizer: one of this package, before its next step.
@@ -32,6 +34,7 @@ def partitioned(optimizer: FusedOptimizer, process_group: Any = None) -> None:
     Raises:
         TypeError: the optimizer is not one of this package.
         RuntimeError: torch.distributed is not initialized.
+        ValueError: this process is not in the group; the optimizer is under :func:`mo_fused.gradient_release`.
     """
     from ..optim.base import FusedOptimizer
 
@@ -39,6 +42,10 @@ def partitioned(optimizer: FusedOptimizer, process_group: Any = None) -> None:
         raise errors.partition_optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
     if not dist.is_available() or not dist.is_initialized():
         raise errors.no_process_group()
+    if process_group is not None and dist.get_rank(process_group) < 0:
+        raise errors.not_a_member()
+    if optimizer._release() is not None:
+        raise errors.release_distributed("one rank's part of the parameters (partitioned)")
     optimizer.__dict__["_partition"] = dist.group.WORLD if process_group is None else process_group
     optimizer.__dict__.pop("_row_set", None)
 

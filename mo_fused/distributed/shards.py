@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .. import errors
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -73,10 +75,10 @@ def local(t: Any) -> Any:
     return t._local_tensor if is_dtensor(t) else t
 
 
-def present(t: Tensor) -> Tensor:
+def present(t: Any) -> Any:
     """As :func:`local`; waits for a collective that is still working on it."""
     here = local(t)
-    return here if type(here) in _PLAIN or not hasattr(here, "wait") else here.wait()  # type: ignore[no-any-return]
+    return here if type(here) in _PLAIN or not hasattr(here, "wait") else here.wait()
 
 
 def whole(t: Any) -> Any:
@@ -93,12 +95,18 @@ def settled(p: Tensor, grad: Tensor) -> Tensor:
 
     Gradients of replicated parameters may still be sums over ranks that nobody has added up (Partial placements): all
     ranks have to ask for them then.
+
+    Raises:
+        RuntimeError: it belongs to another mesh, or its parts have other sizes.
     """
+    if grad.device_mesh != p.device_mesh:  # type: ignore[attr-defined]
+        raise errors.grad_mismatch("mesh", "a DTensor", p.device_mesh, grad.device_mesh)  # type: ignore[attr-defined]
     if grad._spec is not p._spec and grad.placements != p.placements:  # type: ignore[attr-defined]
         grad = grad.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    if type(local(grad)) in _PLAIN:
-        return grad
-    return like(p, present(grad), p.shape)
+    if local(grad).shape != local(p).shape:
+        sizes = tuple(local(p).shape), tuple(local(grad).shape)
+        raise errors.grad_mismatch("local shape", "a DTensor", *sizes)
+    return grad if type(local(grad)) in _PLAIN else like(p, present(grad), p.shape)
 
 
 def is_partial(t: Tensor) -> bool:
@@ -119,9 +127,14 @@ def is_settled(p: Tensor, grad: Tensor) -> bool:
     """Whether the gradient of a DTensor can be used as it is."""
     return (
         is_dtensor(grad)
-        and (grad._spec is p._spec or grad.placements == p.placements)  # type: ignore[attr-defined]
+        and (grad._spec is p._spec or _same_place(p, grad))  # type: ignore[attr-defined]
         and type(grad._local_tensor) in _PLAIN  # type: ignore[attr-defined]
+        and grad._local_tensor.shape == local(p).shape  # type: ignore[attr-defined]
     )
+
+
+def _same_place(p: Any, grad: Any) -> bool:
+    return grad.placements == p.placements and grad.device_mesh == p.device_mesh  # type: ignore[no-any-return]
 
 
 def is_elsewhere(p: Tensor) -> bool:
@@ -141,6 +154,8 @@ class Cut:
     """Index in the whole of the first element here; where parts are not in order, a number apart for each part."""
     replicas: int
     """Ranks that hold the same part."""
+    slices: int = 0
+    """Slices of dimension 0 here, where it alone is cut."""
 
 
 _WHOLE = Cut(dims=(), in_order=True, offset=0, replicas=1)
@@ -152,7 +167,10 @@ def cut_of(p: Tensor) -> Cut:
         return _WHOLE
     mesh, placements = p.device_mesh, tuple(p.placements)  # type: ignore[attr-defined]
     coordinate = mesh.get_coordinate()
-    return _cut(tuple(p.shape), tuple(mesh.shape), placements, None if coordinate is None else tuple(coordinate))
+    found = _cut(tuple(p.shape), tuple(mesh.shape), placements, None if coordinate is None else tuple(coordinate))
+    if found.dims == (0,) and found.in_order and coordinate is not None and found.slices != local(p).shape[0]:
+        return replace(found, in_order=False)  # somebody has cut it in another way
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -171,26 +189,31 @@ def _cut(
         return Cut(dims, True, 0, replicas)
     if dims != (0,):
         return Cut(dims, False, part * numel, replicas)
-    slices = torch.arange(shape[0])
-    for n, x, at in zip(mesh, placements, coordinate, strict=True):
-        if hasattr(x, "dim"):
-            slices = _part(slices, n, at, int(getattr(x, "split_factor", 1)))
+    slices = _slices(
+        shape[0], [(n, x, at) for n, x, at in zip(mesh, placements, coordinate, strict=True) if hasattr(x, "dim")]
+    )
     first = int(slices[0]) if len(slices) else 0
     in_order = not len(slices) or int(slices[-1]) - first + 1 == len(slices)
     width = numel // max(1, shape[0])
-    return Cut(dims, in_order, first * width if in_order else part * numel, replicas)
+    return Cut(dims, in_order, first * width if in_order else part * numel, replicas, len(slices))
 
 
 def _dim(placement: Any, shape: tuple[int, ...]) -> int:
     return int(placement.dim) % max(1, len(shape))
 
 
-def _part(slices: Tensor, ranks: int, rank: int, split_factor: int) -> Tensor:
-    """One rank's slices: a chunk, or a chunk of each of ``split_factor`` pieces (FSDP over tensor parallelism)."""
-    pieces = slices.chunk(split_factor) if len(slices) else ()
-    chunks = [piece.chunk(ranks) for piece in pieces]
-    mine = [c[rank] for c in chunks if rank < len(c)]
-    return torch.cat(mine) if mine else slices[:0]
+def _slices(size: int, cuts: Sequence[tuple[int, Any, int]]) -> Tensor:
+    """One rank's slices of a dimension that is cut several times: (ranks, placement, rank among them) each.
+
+    Of a dimension that tensor parallelism has cut before FSDP, meshes name FSDP first: its placement is strided, and
+    what it cuts is what the later ones have left.
+    """
+    found = torch.arange(size)
+    strided = [c for c in cuts if int(getattr(c[1], "split_factor", 1)) > 1]
+    for ranks, _, rank in [*(c for c in cuts if c not in strided), *reversed(strided)]:
+        chunks = found.chunk(ranks) if len(found) else ()
+        found = chunks[rank] if rank < len(chunks) else found[:0]
+    return found
 
 
 _AVERAGED = {"row_var": -1, "col_var": -2}
@@ -267,11 +290,12 @@ def _cut_out(p: Tensor, value: Tensor, placements: Sequence[Any]) -> Tensor:
     """This rank's part of a tensor that it has as a whole."""
     mesh = p.device_mesh  # type: ignore[attr-defined]
     coordinate = mesh.get_coordinate()
+    cuts: dict[int, list[tuple[int, Any, int]]] = {}
     for n, x, at in zip(mesh.shape, placements, coordinate or (), strict=False):
-        if not hasattr(x, "dim"):
-            continue
-        index = _part(torch.arange(value.shape[x.dim]), n, at, int(getattr(x, "split_factor", 1)))
-        value = value.index_select(x.dim, index.to(value.device))
+        if hasattr(x, "dim"):
+            cuts.setdefault(x.dim % value.dim(), []).append((n, x, at))
+    for dim, of_dim in cuts.items():
+        value = value.index_select(dim, _slices(value.shape[dim], of_dim).to(value.device))
     return value.contiguous()
 
 

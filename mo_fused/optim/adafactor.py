@@ -161,7 +161,10 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         self.param_groups[-1].update(own)
 
     def _get_lr(self, group: dict[str, Any], entry: dict[str, Any]) -> float:
-        """The step size of a group's parameter with this state: what transformers' AdafactorSchedule asks for."""
+        """The step size of a group's parameter with this state: what transformers' AdafactorSchedule asks for.
+
+        Of a DTensor, whose parts are on several ranks, all of them have to ask.
+        """
         step = float(entry.get("step", 0.0))
         lr = group["lr"]
         if step > 0 and group["relative_step"] is not False:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -238,6 +239,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         if release is not None:
             release.attach(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        if "_partition" in self.__dict__:  # which no copy of the state carries
+            new.__dict__["_partition"] = self.__dict__["_partition"]
+        return new
+
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         found: dict[str, Any] = super().__getstate__()
@@ -350,13 +359,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             skip_nonfinite=options["skip_nonfinite"],
             stats=options["stats"],
             clip_in_place=options["clip_in_place"],
-            grad_scale=shards.whole(getattr(self, "grad_scale", None)),
-            found_inf=shards.whole(getattr(self, "found_inf", None)),  # of DTensors torch's scaler says it in one
+            # Of DTensors torch's scaler says it in DTensors; what other ranks have found, the step tells.
+            grad_scale=shards.present(getattr(self, "grad_scale", None)),
+            found_inf=shards.present(getattr(self, "found_inf", None)),
             report=self.__dict__.pop("_found_inf_report", None),
         )
         hook: NormHook | None = self.__dict__.get("_norm_hook")
         hits = 0 if hook is None else hook.hits
         buffers = run_step(rows, grads, ask, self._rule, self.state, self.param_groups, hook)
+        rows.settled = {}
         if self._offload is not None:
             self._offload.settle_gradients()
         hidden = hook is not None and hook.hits > hits and bool(rows.devices)

@@ -34,7 +34,7 @@ def host_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Rule
     control = control_of(rows, ask)
     control["grad_stats_in_update"] = ask.stats and not ask.gated
     if rows.other and ask.measured:
-        fallback.measure(rows.table, rows.other, len(rows.host), out)
+        fallback.measure(rows.table, rows.other, len(rows.host), out, rows.settled)
     if rows.offloaded is not None and ask.measured:
         rows.offloaded.wait_for_taken(grads)
     finish_and_update(rows, grads, ask, groups, out, MEASURE if ask.gated else 0)
@@ -193,7 +193,7 @@ def measure_host(rows: RowSet, grads: list[Tensor | None], out: StatsBuffer) -> 
     control = rows.table.control
     scale = float(control["grad_scale"][0])
     if rows.other:
-        fallback.measure(rows.table, rows.other, len(rows.host), out)
+        fallback.measure(rows.table, rows.other, len(rows.host), out, rows.settled)
     control["phases"] = MEASURE
     elsewhere: Any = [] if rows.offloaded is None else rows.offloaded.elsewhere
     here = list(grads)

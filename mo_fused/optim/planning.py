@@ -159,6 +159,8 @@ class RowPlanner:
             made = self._settle(row, row.home, optimizer.state, group)
         row.fresh = made and self._rule.copies_first
         row.reason += self._formats.why_not(p)
+        if self._offload is not None and shards.is_dtensor(p):
+            row.reason += "; not offloaded: a DTensor"
         operands: list[Tensor | None] = [row.local, grad, None, None, None, None]
         dtypes = [dispatch.FLOATS.get(t.dtype, -1) for t in (p, grad)] + [-1] * 4
         for slot in slots:

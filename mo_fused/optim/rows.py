@@ -72,7 +72,8 @@ class RowSet:
         self._partition: Any = optimizer.__dict__.get("_partition")
         self._dtensors: list[Tensor] = []
         self._specs: list[Any] = []
-        self._settled: dict[int, Tensor] = {}
+        self.settled: dict[int, Tensor] = {}
+        """By id of a DTensor, the gradient of this step that was made to lie as it does."""
         self._distributed: list[int] = []  # rows of the kernels whose parameters are DTensors
         self.exchange = Exchange([], self._partition)
         self.cut: CutMatrices | None = None
@@ -142,12 +143,12 @@ class RowSet:
 
         Whether rows are planned again is each rank's own business, so nothing that communicates depends on it.
         """
-        self._settled = {}
+        self.settled = {}
         for p in shards.unsettled(self._dtensors):
             grad = p.grad
             if grad is None or not shards.is_dtensor(grad):  # refused when it is validated
                 continue
-            self._settled[id(p)] = grad = shards.settled(p, grad)
+            self.settled[id(p)] = grad = shards.settled(p, grad)
             if self._clip_in_place:  # which writes to it
                 p.grad = grad
 
@@ -158,8 +159,8 @@ class RowSet:
     def _update_addresses(self) -> list[Tensor | None] | None:
         """Looks at all operands of the native rows; their gradients, or None when more than addresses changed."""
         given = {}
-        if self._settled:
-            given = {i: self._settled[id(p)] for i in self._distributed if id(p := self.row_params[i]) in self._settled}
+        if self.settled:
+            given = {i: self.settled[id(p)] for i in self._distributed if id(p := self.row_params[i]) in self.settled}
         grads, noticed = refresh_rows(
             self.rows,
             self.row_params,
@@ -252,9 +253,8 @@ class RowSet:
         entries = [(i, g, p, self._grad(p)) for i, (g, p) in enumerate(zip(of_group, params, strict=True))]
         entries = [entry for entry in entries if not shards.is_elsewhere(entry[2])]
         self.planner.validate(optimizer, entries)
-        self._dtensors = [p for p in params if shards.is_dtensor(p)]
-        self._specs = [p._spec for p in self._dtensors]  # type: ignore[attr-defined]
-        self.exchange = Exchange(params, self._partition)
+        specs = [p._spec for p in self._dtensors]  # type: ignore[attr-defined]
+        self.exchange, self._specs = Exchange(params, self._partition), []
         cache: dict[int, Row] = {}
         rows: list[Row] = []
         unseen: list[Tensor] = []
@@ -266,7 +266,7 @@ class RowSet:
                 if old is not None and old.param is not p:
                     old = None
                 if grad is not None and shards.is_dtensor(p):
-                    grad = shards.local(self._settled.get(id(p), grad))
+                    grad = shards.local(self.settled.get(id(p), grad))
                 if old is not None and self.planner.still_good(old, optimizer, g, p, grad, structure[g]):
                     old.position, old.group = position, g
                     old.stream = masters.stream(self._formats.seed, optimizer.first_position + position)
@@ -282,7 +282,7 @@ class RowSet:
                     self._keep_freshness(row)
                 if self.rule.factored and row.backend != "torch" and shards.is_dtensor(p):
                     row.whole = self.exchange.whole_of(p)
-                row.share = None if row.backend == "torch" else self.exchange.shares[position]
+                row.share = self.exchange.shares[position]
                 cache[id(p)] = row
                 rows.append(row)
         except BaseException:
@@ -296,7 +296,7 @@ class RowSet:
             if row.backend == "torch" and self.rule.copies_first:
                 self._drop_valueless(row, optimizer.state)
         self._params, self._sizes = params, [len(g["params"]) for g in groups]
-        self._structure, self._unseen = structure, unseen
+        self._structure, self._unseen, self._specs = structure, unseen, specs
         self._states = list(optimizer.state.values())
         self.host = [r for r in rows if r.backend in ("cpu", "eager")]
         self.other = [r for r in rows if r.backend == "torch"]
@@ -403,8 +403,8 @@ class RowSet:
             self._seen[:, i] = [places.get(key, 0) for key in ("param", "grad", *self._keys)]
         self.known_params = KnownParams(self.rows, self.row_params)
         self._hyper_written = False
-        shares = list(dict.fromkeys(r.share for r in self.host))
-        self.host_shares = [(s, np.flatnonzero([r.share == s for r in self.host])) for s in shares]
+        of_host = [r.share for r in (*self.host, *self.other)]
+        self.host_shares = [(s, np.flatnonzero([s == x for x in of_host])) for s in dict.fromkeys(of_host)]
         self.eager = any(r.backend == "eager" for r in self.host)
         self.cut = None
         if not self.eager and self.table.tiling is not None:

@@ -1,12 +1,11 @@
 """One step of parameters that ranks share: what they tell each other before the decision, and after the update.
 
-Each rank steps its own parts. One small all-reduce for each set of ranks (mesh) makes norm, counts and skip the same on
-all of them; with ``stats=True`` two more tell the norms of whole parameters.
+Each rank steps its own parts. One small all-reduce for each set of ranks (mesh; one a dimension where it is not the whole
+world) makes norm, counts and skip the same on all of them; with ``stats=True`` two more tell norms of whole parameters.
 """
 
 from __future__ import annotations
 
-import math
 from itertools import accumulate
 from typing import Any
 
@@ -42,7 +41,7 @@ def shared_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
         if ask.measured or part.measures_always:
             part.measure()
     out = execute.claim(rows) if rows.host or rows.other or not parts else None
-    control = execute.control_of(rows, ask)
+    control = execute.control_of(rows, ask) if out is not None else None
     partials = _partials(rows, grads, ask, out)
     given: Tensor | float
     if parts or any(isinstance(x, Tensor) for records in partials.values() for x in records):
@@ -50,7 +49,7 @@ def shared_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
         totals, given = exchange.totals(partials, ask.found_inf, device)
         found = None if ask.found_inf is None else given
         for part in parts:
-            part.finish(list(totals) if ask.measured else (), elsewhere=ask.measured, found_inf=found)
+            part.finish(totals if ask.measured else (), elsewhere=ask.measured, found_inf=found)
         records = totals.tolist() if out is not None else []  # which waits for the devices
     else:
         records, given = exchange.totals_on_host(partials, float(ask.found_inf or 0.0))  # type: ignore[arg-type]
@@ -60,6 +59,7 @@ def shared_step(rows: RowSet, grads: list[Tensor | None], ask: Request, rule: Ru
         part.update()
     skipped = False
     if out is not None:
+        assert control is not None
         if ask.measured:
             execute.note_totals(out, records, float(control["grad_scale"][0]))
             if rows.offloaded is not None:
@@ -89,61 +89,61 @@ def _partials(
     for part in rows.devices:
         found.setdefault(part.share, []).append(part.partial())
     if rows.offloaded is not None:  # plain parameters
-        found.setdefault(rows.exchange.plain, []).extend(rows.offloaded.measure_on_devices())
+        found.setdefault(None, []).extend(rows.offloaded.measure_on_devices())
     if out is None:
         return found
     execute.measure_host(rows, grads, out)
     control = rows.table.control[0]
-    clips = rows.table.hyper["clip"][[r.group for r in rows.host]] != 0.0 if rows.host else np.zeros(0, dtype=bool)
+    mine = [*rows.host, *rows.other]
+    clips = rows.table.hyper["clip"][[r.group for r in mine]] != 0.0 if mine else np.zeros(0, dtype=bool)
     for share, index in rows.host_shares:
         values = out.rows[index]
         sumsq, exponent = record_of(values[clips[index], 0], float(control["grad_scale"]))
         amax = float(values[:, _AMAX].max(initial=0.0)) * float(control["grad_scale"])
         nonfinite, zeros = values[:, 2:4].sum(axis=0).tolist()
         found.setdefault(share, []).append([sumsq, exponent, amax, nonfinite, zeros])
-    if rows.other:  # whole DTensors, and what torch steps of plain parameters
-        names = ("extra_sumsq", "extra_exponent", "extra_amax", "extra_nonfinite", "extra_zeros")
-        found.setdefault(None, []).append([float(control[name]) for name in names])
     return found
 
 
 def _tell_norms(rows: RowSet, exchange: Exchange, out: StatsBuffer | None, skipped: bool) -> None:
     """Norms over whole parameters take the place of those over what of them is here."""
-    parts, h = rows.devices, len(rows.host)
+    parts = rows.devices
     device = parts[0].device if parts else torch.device("cpu")
-    sums, largest = [], []
+    found, largest, counts = [], [], []
     for part in parts:
         of_part, tops = part.stats.row_sums()
-        sums.append(of_part.to(device))
+        found.append(of_part.to(device))
         largest.append(tops.to(device))
+        counts.append(len(of_part))
     if out is not None:
-        values = torch.from_numpy(out.rows[:h].copy())
-        sums.append(values[:, _COLUMNS].to(device))
+        values = torch.from_numpy(out.rows.copy())
+        found.append(values[:, _COLUMNS].to(device))
         largest.append(values[:, _AMAX].to(device))
-    ordered = [r for r in rows.all if r.backend != "torch"]  # devices first, then the host's
-    table, tops, total = exchange.whole_rows([r.position for r in ordered], torch.cat(sums), torch.cat(largest))
-    plain = torch.tensor([r.share is None or not r.share.sharded for r in ordered], dtype=torch.bool, device=device)
-    alone = torch.tensor([r.share is None for r in ordered], dtype=torch.bool, device=device)
-    squares = table[:, _UPDATES].square()
-    counts = [*(len(part.table.rows) for part in parts), *([] if out is None else [h])]
+        counts.append(len(values))
+    # In the order of the buffers: rows.all.
+    table, tops, total = exchange.whole_rows([r.position for r in rows.all], torch.cat(found), torch.cat(largest))
+    plain = torch.tensor([r.share is None for r in rows.all], dtype=torch.float64).reshape(-1, 1).to(device)
+    squares = table[:, _UPDATES].square() * plain
     buffers = [slice(end - n, end) for n, end in zip(counts, accumulate(counts), strict=True)]
-    here = torch.stack([squares[b][alone[b]].sum(0) for b in buffers])
-    split = torch.stack([squares[b][(plain & ~alone)[b]].sum(0) for b in buffers])
-    known = here + exchange.partition_sums(split)
+    known = torch.stack([squares[b].sum(0) for b in buffers])
     known[0] += total  # of all shared parameters; a field of a StepStats is the sum over its buffers
+    if exchange.partitioned:  # of the same shape on all ranks, whatever buffers each has
+        every = exchange.partition_sums(known.sum(0))
+        known.zero_()
+        known[0] = every
     for part, b, norms in zip(parts, buffers, known.sqrt(), strict=False):
         part.stats.tell(table[b], tops[b], norms)
     if out is not None:
-        _write_host(rows, out, table[buffers[-1]], tops[buffers[-1]], known[-1], skipped)
+        b = buffers[-1]
+        _write_host(out, table[b].cpu().numpy(), tops[b].cpu().numpy(), known[-1].sqrt().tolist(), skipped)
 
 
-def _write_host(rows: RowSet, out: StatsBuffer, table: Tensor, largest: Tensor, total: Tensor, skipped: bool) -> None:
-    h = len(rows.host)
-    columns = table.cpu().numpy()
+def _write_host(
+    out: StatsBuffer, table: np.ndarray[Any, Any], largest: np.ndarray[Any, Any], norms: list[float], skipped: bool
+) -> None:
     keep = 3 if skipped else len(ROW_SUMS)  # the norms of before were told before
-    out.rows[:h, _COLUMNS[:keep]] = columns[:, :keep]
-    out.rows[:h, _AMAX] = largest.cpu().numpy()
+    out.rows[:, _COLUMNS[:keep]] = table[:, :keep]
+    out.rows[:, _AMAX] = largest
     if not skipped:
-        others = np.square(out.rows[h:, _COLUMNS[3:]]).sum(axis=0)
-        for name, value, more in zip(ROW_SUMS[3:], total.tolist(), others.tolist(), strict=True):
-            out[name] = math.sqrt(value + more)
+        for name, value in zip(ROW_SUMS[_UPDATES], norms, strict=True):
+            out[name] = value
