@@ -248,7 +248,6 @@ def clip_grad_norm_(
     """
     items = _as_list(parameters, 3)
     of_each = [p.grad for p in items]
-    grads = [g for g in of_each if g is not None]
     norm_type, max_norm = float(norm_type), float(max_norm)
     if norm_type in (2.0, _INF) and shards.any_dtensor(items):
         norm = _shared_norm(items, of_each, norm_type, error_if_nonfinite)
@@ -256,6 +255,7 @@ def clip_grad_norm_(
         if not dispatch.is_cpu(norm) or not max_norm / (float(norm) + 1e-6) >= 1.0:
             clip_grads_with_norm_(items, max_norm, norm, foreach)
         return norm
+    grads = [g for g in of_each if g is not None]
     if not grads:
         return torch.tensor(0.0)
     device = on_one_device(grads) if norm_type in (2.0, _INF) else None

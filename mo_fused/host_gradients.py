@@ -14,17 +14,24 @@ from .backends.eager import ScaledSum, clip_coefficient, larger
 from .stats import StatsBuffer
 from .table import FINISH, ROW, SCALE, Table, gradient_table
 
+KEPT = 8
+"""Tables that are kept for gradients that look alike."""
+
 
 class HostGradients:
-    """One read of many gradients by the host: the native rows through the kernels, whatever else through torch."""
+    """One read of many gradients by the host: the native rows through the kernels, whatever else through torch.
 
-    def __init__(self, grads: list[Tensor | None]) -> None:
+    ``kept``: see :func:`mo_fused.table.gradient_table`; :meth:`give_back` puts the table there again.
+    """
+
+    def __init__(self, grads: list[Tensor | None], kept: dict[bytes, Table] | None = None) -> None:
+        self._kept = kept
         there = [g for g in grads if g is not None]
         self._index = [i for i, g in enumerate(grads) if g is not None]
         if dispatch.native() is None:
             self.table, self.others = Table(np.zeros(0, dtype=ROW), {}, 1), list(range(len(there)))
         else:
-            self.table, self.others = gradient_table(there)
+            self.table, self.others = gradient_table(there, kept)
         self.grads = there
         self._served = sorted(set(range(len(there))) - set(self.others)) if self.others else range(len(there))
         # Which rows have a Layout: only those can be expanded tensors.
@@ -70,6 +77,13 @@ class HostGradients:
         for i in self.others:
             counts += self.values[self._index[i]][2:]
         return [fraction * fraction, 2.0 * exponent, self.amax, *counts.tolist()]
+
+    def give_back(self) -> None:
+        """Another one may use this table."""
+        if self._kept is not None and self.table.key:
+            self._kept[self.table.key] = self.table
+            while len(self._kept) > KEPT:
+                del self._kept[next(iter(self._kept))]
 
     def rows(self) -> list[tuple[float, float, int, int]]:
         for i, row in zip(self._served, self.buffer.rows[:, :4].tolist(), strict=True):

@@ -323,6 +323,8 @@ class Table:
             step["param_sums"] = self.sums[1].ctypes.data
         self.step = step
         self.address: int = step.ctypes.data
+        self.key = b""
+        """By which :func:`gradient_table` finds it again; empty for others."""
         self.reset_control()
 
     def _cut(self) -> None:
@@ -358,10 +360,17 @@ class Table:
         self.step["result"], self.step["row_stats"] = result, row_stats
 
 
-def gradient_table(grads: list[Tensor]) -> tuple[Table, list[int]]:
-    """A table of gradients alone, for the utilities: (table, positions of the tensors that it cannot serve)."""
+def gradient_table(grads: list[Tensor], kept: dict[bytes, Table] | None = None) -> tuple[Table, list[int]]:
+    """A table of gradients alone, for the utilities: (table, positions of the tensors that it cannot serve).
+
+    ``kept``: tables for gradients without gaps, by their layouts, of which a fitting one is taken out and used.
+    """
     records = np.zeros(len(grads), dtype=RECORD)
     scan(grads, records)
+    if kept and (found := kept.pop(records["layout"].tobytes(), None)) is not None:
+        found.rows["grad"] = records["address"]
+        found.reset_control()
+        return found, []
     cpu = dispatch.device_code(torch.device("cpu"))
     served = (records["plain"] == 1) & (records["dtype"] >= 0) & (records["device"] == cpu)
     layouts: dict[int, list[int]] = {}
@@ -381,4 +390,6 @@ def gradient_table(grads: list[Tensor]) -> tuple[Table, list[int]]:
     table.rows["grad"] = records["address"][chosen]
     table.rows["flags"] = ACTIVE
     table.hyper["clip"] = 1.0
+    if kept is not None and served.all() and records["contiguous"].all():
+        table.key = records["layout"].tobytes()
     return table, np.flatnonzero(~served).tolist()

@@ -15,7 +15,7 @@ from ..backends.eager import norm_of
 from ..device_gradients import on_one_device
 from ..host_gradients import HostGradients
 from ..stats import GradStats, whole_number
-from ..table import MEASURE, same_items
+from ..table import MEASURE, Table, same_items
 from . import shards
 from .exchange import ROW_SUMS, Exchange, Partial, added_up, combined
 from .ranks import Share
@@ -30,6 +30,7 @@ class _Kept(threading.local):
         self.exchanges: OrderedDict[Any, Exchange] = OrderedDict()
         self.last: tuple[list[Any], Exchange] = ([], Exchange([]))
         self.world: Any = None
+        self.tables: dict[bytes, Table] = {}
 
     def forget_other_worlds(self) -> None:
         """Process groups end with their world; a mesh of the next one may look just as one of the last."""
@@ -121,13 +122,16 @@ class SharedGradients:
         """What the gradients here add to the totals; ``rows``: of each gradient too."""
         partials: dict[Share | None, list[Partial]] = {}
         for share, places in self._exchange.places.items():
+            if len(places) == len(self.here) == len(self._here):
+                partials[share] = [self._measured(places, self.here, rows)]
+                continue
             index = [i for i in places if self._here[i] is not None]
             if index:
-                partials[share] = [self._measured(index, rows)]
+                grads = [g for i in index if (g := self._here[i]) is not None]
+                partials[share] = [self._measured(index, grads, rows)]
         return partials
 
-    def _measured(self, index: list[int], rows: bool) -> Partial:
-        grads = [g for i in index if (g := self._here[i]) is not None]
+    def _measured(self, index: list[int], grads: list[Tensor], rows: bool) -> Partial:
         device = on_one_device(grads)
         if device is not None:
             record, stats = device.measure_part(count_zeros=rows)
@@ -135,11 +139,13 @@ class SharedGradients:
                 sums, largest = stats.row_sums()
                 self._rows[index], self._largest[index] = sums.cpu(), largest.cpu()
             return record
-        host = HostGradients(list(grads))
+        host = HostGradients(list(grads), _kept.tables)
         host.run(MEASURE)
         if rows:
             values = torch.tensor(host.rows(), dtype=torch.float64)
             self._rows[index, 0] = values[:, 0]
             self._rows[index, 1:3] = values[:, 2:]
             self._largest[index] = values[:, 1]
-        return host.record()
+        of_host = host.record()
+        host.give_back()
+        return of_host

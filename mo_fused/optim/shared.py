@@ -1,7 +1,7 @@
 """One step of parameters that ranks share: what they tell each other before the decision, and after the update.
 
-Each rank steps its own parts. One small all-reduce for each set of ranks (mesh; one a dimension where it is not the whole
-world) makes norm, counts and skip the same on all of them; with ``stats=True`` two more tell norms of whole parameters.
+Each rank steps its own parts. One small all-reduce for each mesh (one a dimension where it is not the whole world)
+makes norm, counts and skip the same on all of them; with ``stats=True`` two more tell norms of whole parameters.
 """
 
 from __future__ import annotations
