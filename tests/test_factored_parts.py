@@ -413,7 +413,11 @@ def test_sums_are_exchanged_twice_a_step() -> None:
     assert run.world.exchanges == [2 * 3] * 2
 
 
-def test_matrices_cut_in_three_ways_are_refused() -> None:
-    one = Among(lambda flat: None)
-    with pytest.raises(NotImplementedError, match="both dimensions"):
-        Whole((4, 4, 4), {0: one, 1: one, 2: one}, one)
+def test_whose_sums_are_those_of_a_matrix() -> None:
+    """Ranks with other matrices of the same parameter have no say in the mean of one."""
+    of = [Among(lambda flat: None) for _ in range(5)]
+    cut_along = {0: of[0], 1: of[1], 2: of[2]}
+    assert Whole((2, 3, 4), cut_along, of[3], of[4]).of_matrices is of[4]
+    assert Whole((3, 4), {0: of[1], 1: of[2]}, of[3]).of_matrices is of[3]
+    assert Whole((2, 3, 4), {0: of[0], 1: of[1]}, of[3], of[1]).of_matrices is of[1]
+    assert Whole((2, 3, 4), {0: of[0]}, of[0]).of_matrices is None
