@@ -75,3 +75,20 @@ def steps(rank: int, name: str) -> Any:
 def test_two_processes_are_one(name: str) -> None:
     first, second = pool(2).run(steps, name)
     assert repr(first) == repr(second)
+
+
+def bad_plain_gradient(rank: int) -> tuple[bool, list[float]]:
+    """A plain parameter's gradient, which should be the same everywhere, is not finite on one rank."""
+    shared = Parameter(d.placed(noise((7, 64), 1, torch.float32), d.SHARDED, 0))
+    plain = Parameter(noise((5,), 2, torch.float32))
+    opt = mo_fused.AdamW([shared, plain], lr=0.05, skip_nonfinite=True)
+    before = plain.detach().clone()
+    shared.grad = d.placed(noise((7, 64), 3, torch.float32), d.SHARDED, 0)
+    plain.grad = torch.full((5,), float("nan") if rank == 1 else 1.0)
+    opt.step()
+    assert torch.equal(plain.detach(), before)
+    return bool(opt.last_step.skipped), [float(opt.state[p]["step"]) for p in (shared, plain)]
+
+
+def test_what_one_rank_has_seen_skips_on_all() -> None:
+    assert pool(2).run(bad_plain_gradient) == [(True, [0.0, 0.0])] * 2
