@@ -1,0 +1,44 @@
+"""Batches of any nesting: to a device, and how many samples they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on ``device``: dicts, lists, tuples and named tuples are rebuilt, anything else that
+    has ``to(device)`` is asked to move itself, other values stay as they are."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if type(batch) is dict:
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(to_device(value, device) for value in batch)
+    if callable(getattr(batch, "to", None)):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    return batch
+
+
+def sample_count(batch: Any) -> int:
+    """Length of the first dimension of the first tensor in the batch; 1 where there is none."""
+    first = _first_tensor(batch)
+    return 1 if first is None or first.dim() == 0 else int(first.shape[0])
+
+
+def _first_tensor(batch: Any) -> Tensor | None:
+    if isinstance(batch, Tensor):
+        return batch
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    for part in parts:
+        found = _first_tensor(part)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,183 @@
+"""Batches without end from a loader, epoch after epoch, from a place that can be saved and found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from mo_fused.training.errors import bad_input
+from mo_fused.training.rng import rng_state, set_rng_state
+
+_NOTHING = object()
+
+
+class Feed:
+    """The training batches of a run.
+
+    Where the loader has ``state_dict`` and ``load_state_dict`` of its own (torchdata's ``StatefulDataLoader``, the
+    loaders of :mod:`mo_fused.training.tasks`), they keep its place. For any other loader the place is the epoch, the
+    batches drawn in it, and the random number generators as they stood when the epoch began: going on there means to
+    begin that epoch again and to draw those batches once more without using them. This is exact for torch's
+    ``DataLoader`` with its own samplers, shuffled or not, with workers or without; a sampler that draws from a *global*
+    generator between batches needs a loader with a state of its own.
+
+    ``set_epoch`` is called, where it exists, on the loader, its sampler, its batch sampler and its dataset.
+
+    Args:
+        loader: gives the batches of one epoch each time that it is iterated; it may be endless.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.epoch = 0
+        self.batches = 0
+        """Batches drawn in this epoch."""
+        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._iterator: Iterator[Any] | None = None
+        self._begun: dict[str, Any] | None = None
+
+    def take(self, count: int) -> list[Any]:
+        """The next ``count`` batches; fewer, but at least one, where the epoch ends before.
+
+        Raises:
+            InputError: the loader gave no batch in a whole epoch.
+        """
+        taken: list[Any] = []
+        while not taken:
+            fresh = self._iterator is None
+            iterator = self._begin() if self._iterator is None else self._iterator
+            for _ in range(count):
+                try:
+                    taken.append(next(iterator))
+                except StopIteration:
+                    self._end()
+                    break
+                self.batches += 1
+            if not taken and fresh:
+                raise bad_input(
+                    "loader",
+                    expected="at least one batch in an epoch",
+                    found="none",
+                    remedy="give a longer dataset, a smaller batch size, or a loader that can be iterated again",
+                )
+        if self._iterator is not None and self.batches == _length(self.loader):
+            self._look_for_the_end(self._iterator)
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the batches taken so far; tensors and plain values only (if the loader's own are)."""
+        state: dict[str, Any] = {"epoch": self.epoch, "batches": self.batches}
+        if self._stateful:
+            state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
+        else:
+            state["generators"] = [generator.get_state() for generator in _generators(self.loader)]
+            state["begun"] = self._begun
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to the place that ``state`` says. For a loader without a state this moves the global generators.
+
+        Raises:
+            InputError: the place is that of another kind of loader, or lies behind the end of the epoch.
+        """
+        if ("loader" in state) != self._stateful:
+            kinds = ("a loader without state_dict", "a loader with state_dict")
+            raise bad_input(
+                "loader",
+                expected=f"{kinds['loader' in state]}, as in the run that saved this place",
+                found=kinds[self._stateful],
+                remedy="give the loader that the run began with",
+            )
+        if not self._stateful and len(state["generators"]) != len(_generators(self.loader)):
+            raise bad_input(
+                "loader",
+                expected=f"{len(state['generators'])} generators of its own, as in the run that saved this place",
+                found=f"{len(_generators(self.loader))}",
+                remedy="give the loader that the run began with",
+            )
+        self._iterator, self._begun = None, None
+        self.epoch, self.batches = int(state["epoch"]), 0
+        if self._stateful:
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            if state["batches"]:
+                _set_epoch(self.loader, self.epoch)
+                self._iterator = iter(self.loader)
+            self.batches = int(state["batches"])
+            return
+        if state["batches"]:
+            set_rng_state(state["begun"]["rng"])
+            _set_generators(self.loader, state["begun"]["generators"])
+            iterator = self._begin()
+            for drawn in range(state["batches"]):
+                if next(iterator, _NOTHING) is _NOTHING:
+                    raise bad_input(
+                        "loader",
+                        expected=f"an epoch of more than {drawn} batches: the saved place is behind {state['batches']}",
+                        found=f"an end after {drawn}",
+                        remedy="give the loader and the dataset that the run began with",
+                    )
+            self.batches = int(state["batches"])
+        _set_generators(self.loader, state["generators"])
+
+    def _begin(self) -> Iterator[Any]:
+        _set_epoch(self.loader, self.epoch)
+        if not self._stateful:
+            states = [generator.get_state() for generator in _generators(self.loader)]
+            self._begun = {"rng": rng_state(), "generators": states}
+        self.batches = 0
+        self._iterator = iter(self.loader)
+        return self._iterator
+
+    def _look_for_the_end(self, iterator: Iterator[Any]) -> None:
+        """After as many batches as the length says: a place that is saved now should say that the epoch is over."""
+        more = next(iterator, _NOTHING)
+        if more is _NOTHING:
+            self._end()
+        elif self._stateful:
+            raise bad_input(
+                "loader",
+                expected=f"as many batches in an epoch as its length says ({self.batches})",
+                found="one more",
+                remedy="let its __len__ return the number of batches of an epoch, or leave __len__ out",
+            )
+        else:
+            self._iterator = chain([more], iterator)
+
+    def _end(self) -> None:
+        self.epoch += 1
+        self.batches = 0
+        self._iterator, self._begun = None, None
+
+
+def _length(loader: Iterable[Any]) -> int | None:
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _parts(loader: Iterable[Any]) -> list[Any]:
+    """The loader and what it draws with, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    parts.append(getattr(loader, "dataset", None))
+    return list({id(part): part for part in parts if part is not None}.values())
+
+
+def _generators(loader: Iterable[Any]) -> list[torch.Generator]:
+    found = [getattr(part, "generator", None) for part in _parts(loader)]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def _set_generators(loader: Iterable[Any], states: list[torch.Tensor]) -> None:
+    for generator, state in zip(_generators(loader), states, strict=True):
+        generator.set_state(state)
+
+
+def _set_epoch(loader: Iterable[Any], epoch: int) -> None:
+    for part in _parts(loader):
+        if callable(getattr(part, "set_epoch", None)):
+            part.set_epoch(epoch)

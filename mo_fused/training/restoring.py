@@ -1,0 +1,99 @@
+"""From a checkpoint into model, optimizer, schedule and scaler: checked first, then all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from mo_fused.training.errors import bad_input
+
+_RESTARTS = {
+    "optimizer_state_dict": "the optimizer's moments and step counts start from zero",
+    "scheduler_state_dict": "the schedule starts at its first step, warm-up included",
+    "scaler_state_dict": "the loss scale starts at its initial value",
+    "step": "steps are counted from 0",
+    "data": "the loader begins its first epoch",
+    "rng": "random numbers go on from where this process stands",
+}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a checkpoint fills."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+    scaler: torch.amp.GradScaler | None
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises InputError unless the checkpoint's model and optimizer have the form of these."""
+        _check_model(self.model, state["model_state_dict"])
+        saved = state.get("optimizer_state_dict")
+        if saved is not None:
+            _check_optimizer(self.optimizer, saved)
+
+    def load(self, state: Mapping[str, Any]) -> list[str]:
+        """Load every part that is there; returns a line for each missing one: what starts anew."""
+        self.model.load_state_dict(state["model_state_dict"])
+        wanted = {
+            "optimizer_state_dict": self.optimizer,
+            "scheduler_state_dict": self.schedule,
+            "scaler_state_dict": self.scaler,
+        }
+        missing = []
+        for key, part in wanted.items():
+            if part is None:
+                continue
+            if state.get(key) is None:
+                missing.append(key)
+            else:
+                part.load_state_dict(state[key])
+        missing += [key for key in ("step", "data", "rng") if state.get(key) is None]
+        return [f"the checkpoint has no {key}: {_RESTARTS[key]}" for key in missing]
+
+
+def own_entry(entries: Any, rank: int) -> Any:
+    """This process's entry of a list with one for each; the first one's where there were fewer processes.
+
+    With another number of processes than the run began with, samples and random numbers are shared out anew.
+    """
+    if not isinstance(entries, (list, tuple)) or not entries:
+        return None
+    return entries[rank] if rank < len(entries) else entries[0]
+
+
+def _check_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    own = model.state_dict()
+    faults = [f"no {name}" for name in own if name not in saved]
+    faults += [f"a {name} that the model doesn't have" for name in saved if name not in own]
+    for name, value in own.items():
+        found = saved.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found.shape != value.shape:
+            faults.append(f"{name} of shape {tuple(found.shape)}, not {tuple(value.shape)}")
+    if faults:
+        more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
+        raise bad_input(
+            "checkpoint",
+            expected="the model that it was saved from",
+            found=", ".join(faults[:3]) + more,
+            remedy="build the model with the settings of that run (the checkpoint's config)",
+        )
+
+
+def _check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    found = [len(group["params"]) for group in saved.get("param_groups", [])]
+    if own != found:
+        raise bad_input(
+            "checkpoint",
+            expected=f"an optimizer with groups of {', '.join(map(str, own))} parameters",
+            found=f"groups of {', '.join(map(str, found)) or 'none'}",
+            remedy="build the groups as in that run, or leave optimizer_state_dict out to begin with new moments",
+        )
