@@ -11,8 +11,9 @@ from typing import Any
 
 from mo_fused.plan import MASTER_BYTES, MOMENTS, STATE_DTYPES, PlanConfig, report
 from mo_fused.planned_model import DTYPES
-from mo_fused.training.config import OPTIMIZERS, TASKS, TrainConfig
-from mo_fused.training.errors import InputError
+from mo_fused.training.config import OPTIMIZERS, OPTIONS, PRECISIONS, TASK_DEFAULTS, TASKS, TrainConfig
+from mo_fused.training.config_file import load_config, load_run_config
+from mo_fused.training.errors import InputError, bad_input
 
 FAILED = 1
 BAD_USAGE = 2
@@ -89,29 +90,58 @@ def _add_plan(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    text = "train a small byte-level GPT on text"
     train = commands.add_parser(
         "train",
-        help=text,
-        description=f"{text[0].upper()}{text[1:]}, in less than two minutes on two cores.",
+        help="train a small model: a byte-level GPT on text, a ResNet on digits, a click predictor",
+        description="Train a small model, in less than two minutes on two cores: --task lm is a byte-level GPT on "
+        "text, vision a ResNet on handwritten digits, ctr a predictor of clicks. An option wins over CONFIG, and "
+        "CONFIG over the task's default.",
     )
+    train.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="YAML file of settings, a line each, such as `batch_size: 16`; that of an earlier run "
+        "(its config.yaml) gives a new run its settings",
+    )
+    settings = {field.name: field for field in fields(TrainConfig)}
 
-    def add(option: str, help_text: str, **how: Any) -> None:
+    def add(option: str, help_text: str, to: Any = train, **how: Any) -> None:
         name = option.removeprefix("--").replace("-", "_")
-        default = getattr(TrainConfig, name)
+        default = _default_by_task(name) or settings[name].default
         shown = help_text if default is None else f"{help_text} (default: {default})"
-        train.add_argument(option, default=default, help=shown, **how)
+        # Only what is given gets through, so that it can win over the file.
+        to.add_argument(option, default=argparse.SUPPRESS, help=shown, **how)
 
     add("--task", "what to train", choices=TASKS)
-    add("--text", "UTF-8 text to train on (default: the prose that comes with Python, 370 kB)", metavar="FILE")
-    add("--optimizer", "torch: the same run with torch.optim.AdamW and clip_grad_norm_", choices=OPTIMIZERS)
+    add("--text", "lm: UTF-8 text to train on (default: the prose that comes with Python, 370 kB)", metavar="FILE")
+    add("--optimizer", "torch: the same run with torch.optim and clip_grad_norm_", choices=OPTIMIZERS)
     add("--steps", "optimizer steps", type=int, metavar="N")
-    add("--seed", "seed of the weights and of the windows drawn", type=int, metavar="N")
+    add("--seed", "seed of the weights and of the batches drawn", type=int, metavar="N")
     add("--device", "such as cpu or cuda:0 (default: cuda where it works, else cpu)")
-    add("--run-dir", "folder for config and metrics, new or empty (default: runs/TASK-TIME)", metavar="DIR")
+    folder = train.add_mutually_exclusive_group()
+    about = "folder of the run: new, empty, or that of an earlier run of the same settings, which is gone on with"
+    add("--run-dir", f"{about} (default: runs/TASK-TIME)", folder, metavar="DIR")
+    about = "go on with the run in this folder, with its own settings; options such as --steps win over them"
+    folder.add_argument("--resume", default=argparse.SUPPRESS, help=about, metavar="DIR")
     add("--lr", "peak learning rate", type=float)
-    add("--batch-size", "windows a step", type=int, metavar="N")
+    add("--warmup-steps", "steps in which the rate rises to its peak", type=int, metavar="N")
+    add("--batch-size", "samples of a batch", type=int, metavar="N")
+    add("--accumulate", "batches whose gradients make a step", type=int, metavar="N")
+    add("--precision", "bf16, fp16: autocast, with a loss scale for fp16", choices=PRECISIONS)
+    add("--checkpoint-every", "steps between two checkpoints; 0: one at the end only", type=int, metavar="N")
+    add("--profile", "steps to profile", type=int, metavar="N")
     train.set_defaults(handler=_train, program=train.prog)
+
+
+def _default_by_task(name: str) -> str:
+    """The tasks' defaults of a setting in words, "" if the setting has one default, or none, for all."""
+    given = {task: defaults[name] for task, defaults in TASK_DEFAULTS.items() if name in defaults}
+    if name == "warmup_steps":
+        given = {task: "1 %% of the steps" if steps is None else steps for task, steps in given.items()}
+    if set(given.values()) <= {None}:
+        return ""
+    return ", ".join(f"{task} {value}" for task, value in given.items())
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -128,12 +158,27 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    given = {f.name: getattr(arguments, f.name) for f in fields(TrainConfig) if hasattr(arguments, f.name)}
-    config = TrainConfig(**given)
+    config = TrainConfig(**_train_settings(arguments))
 
     from mo_fused.training.train import run
 
     return run(config).status
+
+
+def _train_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the user gave: options over the file, or over the config of the run to be resumed."""
+    given = {name: getattr(arguments, name) for name in OPTIONS if hasattr(arguments, name)}
+    resumed: str | None = getattr(arguments, "resume", None)
+    if resumed is not None and arguments.config is not None:
+        raise bad_input(
+            f"--resume {resumed}",
+            expected="no CONFIG, since the run in this folder has its own",
+            found=arguments.config,
+            remedy=f"leave one of them out (to go on with settings from a file: --run-dir {resumed})",
+        )
+    if resumed is not None:
+        return {**load_run_config(resumed), **given}
+    return {**(load_config(arguments.config) if arguments.config is not None else {}), **given}
 
 
 if __name__ == "__main__":

@@ -104,14 +104,15 @@ def test_metrics_have_one_schema(runs: dict[str, Any], optimizer: str) -> None:
         assert row["step"] == number
         assert row["skipped"] is False
         assert row["tokens_per_second"] == pytest.approx(2 * 128 / row["step_seconds"])
+        assert row["samples_per_second"] == pytest.approx(2 / row["step_seconds"])
         assert 0 < row["clip_coef"] <= 1
         assert row["clip_coef"] == pytest.approx(min(1.0, 1.0 / row["grad_norm"]), rel=1e-5)
-        assert (row["val_loss"] is not None) == (number == 20)
+        assert (row["val_loss"] is not None) == (number == 20) == (row["val_metric"] is not None)
         if optimizer == "torch":
             assert row["update_norm"] is None
         else:
             assert row["update_norm"] > 0
-    peak = TrainConfig.lr
+    peak = TrainConfig().lr
     assert [row["lr"] for row in rows] == pytest.approx([peak * number / 100 for number in range(1, 21)])
 
 
@@ -122,7 +123,8 @@ def test_config_says_what_ran(runs: dict[str, Any]) -> None:
     assert config["environment"]["torch"] == str(torch.__version__)
     given = {name: config[name] for name in TrainConfig.__dataclass_fields__}
     assert asdict(TrainConfig(**given)) == given, "the settings can be given again as they stand"
-    assert sorted(p.name for p in runs["torch"][0].iterdir()) == ["config.yaml", "metrics.jsonl"]
+    names = ["changes.jsonl", "checkpoints", "config.yaml", "metrics.jsonl"]
+    assert sorted(p.name for p in runs["torch"][0].iterdir()) == names
 
 
 def test_output_shows_progress_and_sums_up(runs: dict[str, Any]) -> None:
@@ -261,16 +263,18 @@ def test_an_existing_run_is_never_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "metrics.jsonl").write_text("{}\n")
+    run(small(Path("full"), steps=2))
+    lines = (tmp_path / "full" / "metrics.jsonl").read_text()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("do not lose")
     (tmp_path / "file").write_text("a file")
-    assert "found an earlier run" in refused(capsys, tmp_path, "--run-dir", "full", "--steps", "1")
+    capsys.readouterr()
+    error = refused(capsys, tmp_path, "--run-dir", "full", "--steps", "2", "--lr", "1", "--batch-size", "2")
+    assert "expected the settings of the run that is resumed" in error and "lr: 0.003 -> 1.0" in error
     assert "found a folder with other contents" in refused(capsys, tmp_path, "--run-dir", "other", "--steps", "1")
     assert "found a file" in refused(capsys, tmp_path, "--run-dir", "file", "--steps", "1")
     assert "file/run: Not a directory" in refused(capsys, tmp_path, "--run-dir", "file/run", "--steps", "1")
-    assert (tmp_path / "full" / "metrics.jsonl").read_text() == "{}\n"
+    assert (tmp_path / "full" / "metrics.jsonl").read_text() == lines
 
 
 @pytest.mark.parametrize("package", ["tqdm", "yaml"])
@@ -290,7 +294,7 @@ def test_too_large_a_batch_is_refused_and_leaves_no_folder(
     """The allocator's own error, for what no machine has: a batch that is merely large might fit into swap."""
 
     def hungry_task(config: TrainConfig, device: torch.device) -> Task:
-        return replace(build_task(config, device), training_loss=lambda: torch.empty(2**62, dtype=torch.uint8))
+        return replace(build_task(config, device), loss_fn=lambda model, batch: torch.empty(2**62, dtype=torch.uint8))
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train_module, "build_task", hungry_task)
@@ -353,8 +357,8 @@ def test_the_first_steps_do_not_depend_on_the_number_of_steps(tmp_path: Path) ->
 def test_the_seed_draws_the_windows_too() -> None:
     first, second = (build_task(small(None, seed=seed), torch.device("cpu")) for seed in (1, 2))
     second.model.load_state_dict(first.model.state_dict())
-    assert first.validation_loss() == second.validation_loss()
-    assert first.training_loss().item() != second.training_loss().item()
+    assert first.validate() == second.validate()
+    assert not torch.equal(next(iter(first.loader))[0], next(iter(second.loader))[0])
 
 
 def test_validation_every_so_often_and_at_the_end(tmp_path: Path) -> None:

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Write ``path`` so that at any moment, a kill included, it is either absent (or old) or complete.
 
-    ``write`` is given a hidden file beside it, which takes the name once its content is on the disk. A kill can leave
-    that hidden file (``.NAME.PID.part``) behind; nothing ever reads it.
+    ``content``, bytes or a function that writes them, goes into a hidden file beside it, which takes the name once it
+    is on the disk. A kill can leave that hidden file (``.NAME.PID.part``) behind; nothing ever reads it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with open(temporary, "wb") as file:
-            write(file)
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -11,98 +11,145 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from mo_fused import __version__
+from mo_fused.training.changes import record_changes
+from mo_fused.training.checkpoints import Checkpoints
 from mo_fused.training.config import TrainConfig
+from mo_fused.training.deferred import Deferred
 from mo_fused.training.device import choose_device
 from mo_fused.training.errors import InputError, bad_input
+from mo_fused.training.profiling import profile_steps
 from mo_fused.training.run_folder import RunFolder
-from mo_fused.training.schedules import warmup_cosine
-from mo_fused.training.stepper import Measured, build_stepper
+from mo_fused.training.seeding import seed_everything
 from mo_fused.training.tasks import Task, build_task
+from mo_fused.training.trainer import Trainer
 
 _RECENT = 20  # steps that the reported training loss is averaged over: a single batch's loss is too noisy to compare
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. Losses are means in nats per token; ``val_loss`` is None when none was measured."""
+    """How a run ended. Losses are means; ``val_loss`` and ``val_metric`` are None when none was measured.
+
+    ``seconds`` are this process's, ``steps_done`` those of the whole run; ``stopped_by`` is the signal that ended it.
+    """
 
     run_dir: Path
     steps_done: int
-    interrupted: bool
+    stopped_by: int | None
     diverged: bool
     train_loss: float
     val_loss: float | None
+    val_metric: float | None
     seconds: float
 
     @property
     def status(self) -> int:
-        """Exit status: 0 finished, 1 the loss was not finite, 130 stopped by Ctrl-C."""
-        return 130 if self.interrupted else 1 if self.diverged else 0
+        """Exit status: 0 finished, 1 the loss was not finite, 130 stopped by Ctrl-C, 143 by SIGTERM."""
+        return 128 + self.stopped_by if self.stopped_by is not None else 1 if self.diverged else 0
 
 
 @dataclass
 class _Pending:
-    """A step whose numbers are still on the device. They are read one step later, in one transfer."""
+    """A step whose numbers may still be on the device. They are read one step later."""
 
-    step: int
-    lr: float
-    measured: Measured
-    seconds: float = 0.0
-    val_loss: float | None = None
+    values: Deferred
+    row: dict[str, float | bool | None]
 
     def read(self) -> dict[str, float | bool | None]:
-        names = list(self.measured)
-        values = torch.cat([self.measured[name].reshape(1) for name in names]).tolist()
-        row: dict[str, float | bool | None] = dict(zip(names, values, strict=True))
-        row["skipped"] = bool(row.get("skipped", False))
-        return {**row, "step": self.step, "lr": self.lr, "step_seconds": self.seconds, "val_loss": self.val_loss}
+        values = self.values.read()
+        return {**self.row, **values, "skipped": bool(values.get("skipped", False))}
 
 
-@dataclass
 class _Log:
-    """Hands finished rows to the run folder and the progress bar, and keeps what the summary needs."""
+    """The run's monitor: finished rows go to the run folder and the progress bar; keeps what the summary needs.
 
-    folder: RunFolder
-    bar: Any
-    tokens_per_step: int
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
-    pending: _Pending | None = None
-    val_loss: float | None = None
-    diverged_at: int | None = None
-    skipped: int = 0
+    Args:
+        folder: an open run folder.
+        bar: tqdm's, at the step that the run begins with.
+        task: names its metric and says how many tokens a batch holds.
+        config: the run's settings.
+    """
 
-    def flush(self) -> bool:
-        """Write the step that waits, if one does. True: the optimizer skipped it."""
+    def __init__(self, folder: RunFolder, bar: Any, task: Task, config: TrainConfig) -> None:
+        self.folder, self.bar, self.task = folder, bar, task
+        self.profile = None
+        if config.profile:
+            self.profile = profile_steps(config.profile, folder.path)
+        self.trainer: Trainer | None = None
+        self.losses: deque[float] = deque(maxlen=_RECENT)
+        self.pending: _Pending | None = None
+        self.validation: dict[str, float] = {}
+        self.diverged_at: int | None = None
+        self.skipped = 0
+
+    def take_up(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Count what an earlier process of this run has logged."""
+        for row in rows:
+            if row.get("loss") is not None:
+                self.losses.append(row["loss"])
+            if row.get("val_loss") is not None:
+                self.validation = {key: row[key] for key in ("val_loss", "val_metric") if row.get(key) is not None}
+            self.skipped += bool(row.get("skipped"))
+
+    def step(self, loss: Tensor, batch_info: Mapping[str, Any]) -> None:
+        """Log the step before this one, and keep this one until its numbers have arrived."""
+        self.flush()
+        seconds, samples = batch_info["seconds"], batch_info["samples"]
+        tokens = None if self.task.tokens_per_batch is None else self.task.tokens_per_batch * batch_info["batches"]
+        row: dict[str, float | bool | None] = {
+            "step": batch_info["step"],
+            "lr": batch_info["lr"],
+            "step_seconds": seconds,
+            "samples_per_second": samples / seconds,
+            "tokens_per_second": None if tokens is None else tokens / seconds,
+            **(batch_info["validation"] or {}),
+        }
+        self.pending = _Pending(Deferred({"loss": loss, **batch_info["measured"]}), row)
+        if self.profile is not None:
+            self.profile.step()
+        if batch_info["validation"]:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the step that waits, if one does."""
         pending, self.pending = self.pending, None
         if pending is None:
-            return False
+            return
         row = pending.read()
-        row["tokens_per_second"] = self.tokens_per_step / pending.seconds
         self.folder.write_metrics(row)
-        loss, norm = (float(row[key] or 0.0) for key in ("loss", "grad_norm"))
+        loss, norm = (float(row.get(key) or 0.0) for key in ("loss", "grad_norm"))
         self.losses.append(loss)
-        self.bar.set_postfix_str(f"loss {loss:.3f}, lr {pending.lr:.2e}, grad_norm {norm:.2f}", refresh=False)
+        self.bar.set_postfix_str(f"loss {loss:.3f}, lr {row['lr']:.2e}, grad_norm {norm:.2f}", refresh=False)
         self.bar.update(1)
-        if pending.val_loss is not None:
-            self.val_loss = pending.val_loss
-            reached = f"training loss {self.train_loss:.3f}, validation loss {self.val_loss:.3f}"
-            self.bar.write(f"step {pending.step}: {reached}")
+        if row.get("val_loss") is not None:
+            self.validation = {key: float(row[key] or 0.0) for key in ("val_loss", "val_metric") if key in row}
+            reached = f"training loss {self.train_loss:.3f}, validation loss {self.validation['val_loss']:.3f}"
+            metric = f", {self.task.metric} {self.validation['val_metric']:.4f}"
+            self.bar.write(f"step {row['step']}: {reached}{metric}")
             sys.stdout.flush()
         if not math.isfinite(loss) and self.diverged_at is None:
-            self.diverged_at = pending.step
+            self.diverged_at = int(row["step"] or 0)
+            if self.trainer is not None:
+                self.trainer.stop(save=False)
         self.skipped += bool(row["skipped"])
-        return bool(row["skipped"])
+
+    def close(self) -> None:
+        """Write what waits, and the trace if its steps were not reached."""
+        self.flush()
+        if self.profile is not None:
+            self.profile.close()
 
     @property
     def train_loss(self) -> float:
@@ -112,99 +159,133 @@ class _Log:
 def run(config: TrainConfig) -> RunResult:
     """Train as ``config`` says, write the run folder, print what happens to standard output (the bar: standard error).
 
-    Ctrl-C ends the run after the step that it meets; a second one ends it at once. The run also ends when the loss is
-    no longer finite, because no later step can mend the weights then.
+    A folder that holds an earlier run is gone on with, from its newest checkpoint; the run then ends in the same bits
+    as one that was never stopped.
+
+    Ctrl-C (and SIGTERM) ends the run after the step that it meets, with a checkpoint; a second one ends it at once. The
+    run also ends when the loss is no longer finite, because no later step can mend the weights then.
 
     Raises:
-        InputError: a setting, the text, the device or the folder cannot be used, or a package is missing. Nothing has
+        InputError: a setting, the data, the device or the folder cannot be used, or a package is missing. Nothing has
             been written then.
     """
     tqdm = _train_packages()
     device = choose_device(config.device)
+    seed_everything(config.seed)
     task = build_task(config, device)
-    optimizer, step_once = _stepper(config, task)
-    folder = RunFolder(config.task, config.run_dir)
+    optimizer, schedule = _optimizer(config, task)
+    folder = RunFolder(config.task, config.run_dir, resume=True)
+    # Off a terminal each refresh is a line of a log file: a few are enough.
+    pace = 0.2 if sys.stderr.isatty() else 15.0
+    bar = tqdm(total=config.steps, desc=config.task, unit="step", mininterval=pace, dynamic_ncols=True, delay=0)
     try:
-        folder.write_config({**asdict(config), "device": str(device), "run_dir": str(folder.path), **_facts(task)})
+        settings = {**asdict(config), "device": str(device), "run_dir": str(folder.path), **_facts(task)}
+        changed = record_changes(folder, settings)
+        folder.write_config(settings)
+        log = _Log(folder, bar, task, config)
+        trainer = _trainer(config, task, optimizer, schedule, log, folder)
+        source = trainer.resume() if folder.resumed else None
+        if folder.resumed:
+            folder.cut_metrics(trainer.step)
+            log.take_up(folder.read_metrics())
         print(f"{config.task}: {task.summary}")
-        print(f"{config.optimizer} AdamW on {device}, {config.steps} steps of {task.tokens_per_step} tokens")
-        print(f"run folder {folder.path}", flush=True)
-        # Off a terminal each refresh is a line of a log file: a few are enough.
-        pace = 0.2 if sys.stderr.isatty() else 15.0
-        with tqdm(total=config.steps, desc=config.task, unit="step", mininterval=pace, dynamic_ncols=True) as bar:
-            log = _Log(folder, bar, task.tokens_per_step)
-            started = time.perf_counter()
-            with _interruptible() as stop, _memory_errors():
-                steps_done = _loop(config, task, optimizer, step_once, log, stop)
-            seconds = time.perf_counter() - started
+        per_step = _per_step(config, task)
+        print(f"{config.optimizer} {config.preset.optimizer} on {device}, {config.steps} steps of {per_step}")
+        print("\n".join([f"run folder {folder.path}", *changed]))
+        if source is not None:
+            print(f"resumed at step {trainer.step} from {source}")
+        sys.stdout.flush()
+        started, before = time.perf_counter(), trainer.step
+        bar.update(before)  # steps of earlier processes
+        with _interruptible(trainer.stop) as stopped_by, _memory_errors():
+            trainer.fit(task.loader, config.steps)
+        log.close()
+        seconds = time.perf_counter() - started
     except BaseException:
         folder.discard()
         raise
     finally:
+        bar.close()
         folder.close()
+    finished = trainer.step >= config.steps
     result = RunResult(
         run_dir=folder.path,
-        steps_done=steps_done,
-        interrupted=stop.is_set() and steps_done < config.steps,
+        steps_done=trainer.step,
+        stopped_by=stopped_by[0] if stopped_by and not finished else None,
         diverged=log.diverged_at is not None,
         train_loss=log.train_loss,
-        val_loss=log.val_loss,
+        val_loss=log.validation.get("val_loss"),
+        val_metric=log.validation.get("val_metric"),
         seconds=seconds,
     )
-    print(_summary(config, task, log, result), flush=True)
+    print(_summary(config, task, log, result, trainer.step - before), flush=True)
     return result
 
 
-def _loop(
-    config: TrainConfig,
-    task: Task,
-    optimizer: Optimizer,
-    step_once: Callable[[], Measured],
-    log: _Log,
-    stop: threading.Event,
-) -> int:
-    """Step until the end, Ctrl-C or a loss that is not finite; returns the number of steps done."""
-    schedule = warmup_cosine(optimizer, config.schedule_steps, config.warmup_steps, config.min_lr_ratio)
-    done = 0
+def _optimizer(config: TrainConfig, task: Task) -> tuple[Optimizer, LRScheduler]:
+    preset = config.preset
+    ours = {"skip_nonfinite": True, "stats": True} if config.optimizer == "mo_fused" else {}
     try:
-        while done < config.steps and not stop.is_set() and log.diverged_at is None:
-            begin = time.perf_counter()
-            lr = float(optimizer.param_groups[0]["lr"])
-            loss = task.training_loss()
-            loss.backward()  # type: ignore[no-untyped-call]
-            measured: dict[str, Tensor] = {"loss": loss.detach(), **step_once()}
-            optimizer.zero_grad()
-            done += 1
-            # The step before this one is read only now, with this one queued: the device is never waited for. So a
-            # skipped step shows one step late, and the schedule makes up for it by staying where it is once.
-            if not log.flush():
-                schedule.step()
-            log.pending = _Pending(done, lr, measured, time.perf_counter() - begin)
-            if (done % config.validate_every == 0 or done == config.steps) and not stop.is_set():
-                log.pending.val_loss = task.validation_loss()
-    finally:
-        log.flush()
-    return done
-
-
-def _stepper(config: TrainConfig, task: Task) -> tuple[Optimizer, Callable[[], Measured]]:
-    try:
-        return build_stepper(config, task.model)
+        optimizer = preset.build_optimizer(task.model, config.optimizer, **ours)
     except (ValueError, RuntimeError) as error:  # for instance a MO_FUSED_BACKEND that cannot be had
         raise InputError(f"--optimizer {config.optimizer}: {error}") from error
+    try:
+        return optimizer, preset.build_schedule(optimizer, config.schedule_steps)
+    except ValueError as error:
+        raise InputError(f"schedule {config.schedule}: {error}") from error
 
 
-def _summary(config: TrainConfig, task: Task, log: _Log, result: RunResult) -> str:
-    rate = result.steps_done * task.tokens_per_step / max(result.seconds, 1e-9)
-    validation = "not measured" if result.val_loss is None else f"{result.val_loss:.4f}"
+def _trainer(
+    config: TrainConfig, task: Task, optimizer: Optimizer, schedule: LRScheduler, log: _Log, folder: RunFolder
+) -> Trainer:
+    trainer = Trainer(
+        task.model,
+        optimizer,
+        task.loss_fn,
+        schedule=schedule,
+        precision=config.precision,
+        accumulate=config.accumulate,
+        monitor=log,
+        checkpoints=Checkpoints(folder.checkpoints, every=config.checkpoint_every, keep=config.keep_checkpoints),
+        validate=task.validate,
+        validate_every=config.validate_every,
+        max_grad_norm=config.preset.max_grad_norm if config.optimizer == "torch" else None,
+        config=asdict(config),
+    )
+    log.trainer = trainer
+    return trainer
+
+
+def _per_step(config: TrainConfig, task: Task) -> str:
+    batches = f"{config.accumulate} batches of " if config.accumulate > 1 else ""
+    return batches + (
+        f"{task.samples_per_batch} samples" if task.tokens_per_batch is None else f"{task.tokens_per_batch} tokens"
+    )
+
+
+def _summary(config: TrainConfig, task: Task, log: _Log, result: RunResult, steps: int) -> str:
+    """The last lines; ``steps`` were done by this process."""
+    unit, each = "samples", task.samples_per_batch
+    if task.tokens_per_batch is not None:
+        unit, each = "tokens", task.tokens_per_batch
+    rate = steps * each * config.accumulate / max(result.seconds, 1e-9)
+    validation = "not measured"
+    if result.val_loss is not None:
+        validation = f"{result.val_loss:.4f}, {task.metric} {result.val_metric or 0.0:.4f}"
+        best = task.data.get("best_auc")
+        validation += f" (best possible {best:.4f})" if isinstance(best, float) else ""
     recent = f"mean of the last {len(log.losses)} steps"
-    lines = [f"{result.seconds:.1f} s, {rate:,.0f} tokens/s; run folder {result.run_dir}"]
+    lines = [f"{result.seconds:.1f} s, {rate:,.0f} {unit}/s; run folder {result.run_dir}"]
     if result.steps_done:
         lines.insert(0, f"training loss {result.train_loss:.4f} ({recent}), validation loss {validation}")
     if log.skipped:
         lines.insert(0, f"{log.skipped} steps with a gradient that was not finite were skipped")
-    if result.interrupted:
-        lines.append(f"stopped by Ctrl-C at step {result.steps_done} of {config.steps}")
+    if log.profile is not None and log.profile.path is not None:
+        lines.append(f"profile {log.profile.path} (opens in Perfetto and TensorBoard)")
+    if result.stopped_by is not None:
+        by = "Ctrl-C" if result.stopped_by == signal.SIGINT else signal.Signals(result.stopped_by).name
+        lines.append(f"go on with: mo-fused train --resume {result.run_dir}")
+        lines.append(f"stopped by {by} at step {result.steps_done} of {config.steps}")
     elif log.diverged_at is not None:
         lines.append(
             f"ended early: expected a finite loss; found none at step {log.diverged_at} of {config.steps}. "
@@ -216,25 +297,32 @@ def _summary(config: TrainConfig, task: Task, log: _Log, result: RunResult) -> s
 
 
 @contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """An event that the first Ctrl-C sets; the second one raises KeyboardInterrupt as usual.
+def _interruptible(stop: Callable[[], None]) -> Iterator[list[int]]:
+    """Calls ``stop`` at the first SIGINT (Ctrl-C) or SIGTERM, and lists it; a second one does what it always does.
 
-    Signals can be caught in the main thread only; in any other one the event is never set.
+    Signals can be caught in the main thread only; in any other one the list stays empty.
     """
-    stop = threading.Event()
+    asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stop
+        yield asked
         return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def on_interrupt(_signal: int, _frame: object) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    before = signal.signal(signal.SIGINT, on_interrupt)
+    def on_signal(number: int, _frame: object) -> None:
+        asked.append(number)
+        stop()
+        restore()
+
+    for number in before:
+        signal.signal(number, on_signal)
     try:
-        yield stop
+        yield asked
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()
 
 
 @contextmanager

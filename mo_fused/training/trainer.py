@@ -76,7 +76,8 @@ class Trainer:
         validate: called every ``validate_every`` steps and after the last; returns numbers by name. The value called
             ``checkpoints.best`` decides which checkpoint is the best.
         validate_every: steps; 0 validates after the last step only.
-        max_grad_norm: clips the gradients of an optimizer that does not do so itself (``clip_grad_norm_``).
+        max_grad_norm: clips the gradients of an optimizer that does not do so itself (``clip_grad_norm_``; groups with
+            ``"clip": False`` are left out).
         count: number of valid targets of a batch, where :func:`mo_fused.training.count_targets` doesn't know.
         scaler: the gradient scaler to use with fp16.
         config: plain values that checkpoints carry along.
@@ -390,7 +391,8 @@ class Trainer:
         if self.max_grad_norm is not None:
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            groups = [group for group in optimizer.param_groups if group.get("clip", True)]
+            parameters = [parameter for group in groups for parameter in group["params"]]
             norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
             # The same formula that clip_grad_norm_ applies and doesn't return.
             coefficient = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)

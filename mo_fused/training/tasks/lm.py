@@ -1,57 +1,96 @@
-"""Task ``lm``: a byte-level GPT on text, measured by the mean cross-entropy per byte in nats."""
+"""Task ``lm``: a byte-level GPT on text, measured by the mean cross-entropy per byte."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from mo_fused.training.config import TrainConfig
-from mo_fused.training.model import BYTES, ByteGPT
-from mo_fused.training.tasks import Task
-from mo_fused.training.text import load_text
+import torch
+from torch import Tensor, nn
+
+from mo_fused.training.model import ByteGPT
+from mo_fused.training.padding import cross_entropy
+from mo_fused.training.tasks import Task, checked_position
+from mo_fused.training.text import TextData, load_text
 
 _VALIDATION_BATCH = 32
 
 
-def build(config: TrainConfig, device: torch.device) -> Task:
-    """Reads the text, then makes model and windows from ``config.seed`` alone (torch's global generator is reseeded).
+class WindowLoader:
+    """Random windows of a text without end: pairs (inputs, targets), each int64 of shape (batch_size, context).
+
+    The position is the state of the generator, which lives on the CPU: a seed means the same windows on every device.
+    """
+
+    def __init__(self, text: TextData, batch_size: int, context: int, seed: int) -> None:
+        self.text, self.batch_size, self.context = text, batch_size, context
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield self.text.draw(self.batch_size, self.context, self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        checked_position(state, "generator")
+        self.generator.set_state(state["generator"].cpu())
+
+
+def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+    """Mean cross-entropy in nats of (inputs, targets, ...); targets of -100 don't count, so batches may be padded."""
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def build(
+    *,
+    device: torch.device,
+    seed: int,
+    batch_size: int,
+    text: str | None,
+    context: int,
+    layers: int,
+    heads: int,
+    width: int,
+) -> Task:
+    """Reads the text, then makes model and windows from ``seed`` alone (torch's global generator is reseeded).
 
     Raises:
         InputError: the text cannot be used.
     """
-    text = load_text(config.text, config.context)
-    torch.manual_seed(config.seed)
-    model = ByteGPT(context=config.context, layers=config.layers, heads=config.heads, width=config.width).to(device)
-    generator = torch.Generator().manual_seed(config.seed)
-    kept = text.validation_windows(config.context)
+    data = load_text(text, context)
+    torch.manual_seed(seed)
+    model = ByteGPT(context=context, layers=layers, heads=heads, width=width).to(device)
+    inputs, targets = (torch.split(part, _VALIDATION_BATCH) for part in data.validation_windows(context))
+    batches = list(zip(inputs, targets, strict=True))
 
-    def cross_entropy(inputs: Tensor, targets: Tensor) -> Tensor:
-        logits = model(inputs.to(device, non_blocking=True))
-        return F.cross_entropy(logits.view(-1, BYTES), targets.to(device, non_blocking=True).reshape(-1))
-
-    def training_loss() -> Tensor:
-        return cross_entropy(*text.draw(config.batch_size, config.context, generator))
-
-    @torch.inference_mode()
-    def validation_loss() -> float:
-        batches = list(zip(*(torch.split(part, _VALIDATION_BATCH) for part in kept), strict=True))
-        losses = torch.stack([cross_entropy(inputs, targets) for inputs, targets in batches])
-        weights = torch.tensor([float(len(inputs)) for inputs, _ in batches], device=losses.device)
-        return float((losses * weights).sum() / weights.sum())
+    @torch.no_grad()
+    def validate() -> dict[str, float]:
+        model.eval()
+        losses = torch.stack([loss_fn(model, [part.to(device) for part in batch]) for batch in batches])
+        model.train()
+        weights = torch.tensor([float(len(inputs)) for inputs, _ in batches], device=device)
+        loss = float((losses * weights).sum() / weights.sum())
+        return {"val_loss": loss, "val_metric": loss / math.log(2)}
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return Task(
         model=model,
-        training_loss=training_loss,
-        validation_loss=validation_loss,
-        tokens_per_step=config.batch_size * config.context,
-        summary=f"byte-level GPT, {parameters:,} parameters; {text.source}, {text.size:,} bytes of text",
+        loader=WindowLoader(data, batch_size, context, seed),
+        loss_fn=loss_fn,
+        validate=validate,
+        metric="bits per byte",
+        higher_is_better=False,
+        samples_per_batch=batch_size,
+        tokens_per_batch=batch_size * context,
+        summary=f"byte-level GPT, {parameters:,} parameters; {data.source}, {data.size:,} bytes of text",
         data={
-            "source": text.source,
-            "sha256": text.sha256,
-            "train_bytes": text.train.numel(),
-            "validation_bytes": text.validation.numel(),
+            "source": data.source,
+            "sha256": data.sha256,
+            "train_bytes": data.train.numel(),
+            "validation_bytes": data.validation.numel(),
             "model_parameters": parameters,
         },
     )
