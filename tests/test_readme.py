@@ -13,6 +13,7 @@ import pytest
 
 from mo_fused.cli import build_parser
 from mo_fused.optim.base import OPTIONS
+from mo_fused.training import TrainConfig, load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -64,7 +65,7 @@ SHELL = [line for b in BLOCKS if b.language == "sh" for line in b.code.splitline
 
 def test_every_block_is_of_a_known_kind() -> None:
     """A block in another language, or ``text`` that belongs to no code, would be checked by nothing."""
-    assert {b.language for b in BLOCKS} == {"sh", "python"}
+    assert {b.language for b in BLOCKS} == {"sh", "python", "yaml"}
     assert len(PYTHON) >= 3, "one for each of the three doors at least"
     assert sum(b.prints is not None for b in PYTHON) >= 1
 
@@ -100,6 +101,15 @@ def test_code_runs(
     assert printed.strip()
     if block.prints is not None:
         assert printed == block.prints
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=str)
+def test_settings_are_those_of_a_run(block: Block, tmp_path: Path) -> None:
+    """A whole config: it loads, and its values are the run's."""
+    (tmp_path / "run.yaml").write_text(block.code, encoding="utf-8")
+    settings = load_config(str(tmp_path / "run.yaml"))
+    config = TrainConfig(**settings)
+    assert len(settings) > 2 and all(getattr(config, name) == value for name, value in settings.items())
 
 
 def test_names_the_two_commands() -> None:

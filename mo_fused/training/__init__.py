@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from mo_fused.training.padding import pad_batch as pad_batch
     from mo_fused.training.param_table import ParamGroups as ParamGroups
     from mo_fused.training.presets import PRESETS as PRESETS
-    from mo_fused.training.presets import Preset as Preset
     from mo_fused.training.presets import RECOMMENDATION as RECOMMENDATION
     from mo_fused.training.presets import TEXT as TEXT
     from mo_fused.training.presets import VISION as VISION
+    from mo_fused.training.presets import Preset as Preset
     from mo_fused.training.profiling import profile_steps as profile_steps
     from mo_fused.training.recompute import checkpoint_activations as checkpoint_activations
     from mo_fused.training.recompute import keep_activations as keep_activations
