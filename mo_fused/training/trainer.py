@@ -26,6 +26,7 @@ from mo_fused.training.precision import Precision
 from mo_fused.training.processes import Processes, device_of
 from mo_fused.training.restoring import Parts, own_entry
 from mo_fused.training.rng import rng_state, set_rng_state
+from mo_fused.training.trials import Trials
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """(model, batch on the model's device) to the mean loss over the batch's valid targets, a 0-dim tensor."""
@@ -46,7 +47,7 @@ def check_loss(loss: object) -> None:
         raise TypeError(f"loss_fn: {message('a 0-dim tensor to call backward on', found, remedy)}")
 
 
-class Trainer:
+class Trainer(Trials):
     """Trains a model; every part that it is made of also works in a loop of your own.
 
     One step takes ``accumulate`` batches of the loader. Each batch's mean loss is weighted by its share of the step's
@@ -173,6 +174,7 @@ class Trainer:
             OSError: the last checkpoint could not be written.
         """
         feed = self._open(loader)
+        self._loader = loader
         self._stop_asked, self._stop_words = False, []
         self._save_at_stop = True
         self.model.train()
