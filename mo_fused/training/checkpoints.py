@@ -17,6 +17,7 @@ import torch
 from mo_fused.errors import bad_option
 from mo_fused.training.atomic import write_atomically
 from mo_fused.training.errors import InputError, bad_input
+from mo_fused.training.plain import plain
 
 FORMAT_VERSION = 1
 KEYS = ("format_version", "model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "scaler_state_dict") + (
@@ -37,7 +38,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """The dictionary in a checkpoint file, on the CPU.
 
     Loads with ``weights_only=True``: no code of the file is run. Every byte is checked against the checksums inside,
-    which ``torch.load`` by itself leaves out. A file saved by hand with some of the keys loads too.
+    which ``torch.load`` by itself leaves out (its format before torch 1.6 has none). A file saved by hand
+    with some of the keys loads too.
 
     Raises:
         InputError: no such file, cut short or damaged, no file of torch.save, of a newer format, or without a model.
@@ -57,11 +59,13 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
                 damaged = archive.testzip()
             if damaged is not None:
                 raise refused(f"a damaged file: the checksum of {damaged} does not fit")
+        elif _begins_as_zip(path):
+            raise refused(f"a file cut short ({path.stat().st_size} bytes)")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         size = path.stat().st_size
         raise refused(f"a file cut short, damaged or of another kind ({size} bytes; {error})") from error
-    except InputError:
+    except (InputError, MemoryError):
         raise
     except Exception as error:  # torch.load has no error of its own: pickle's, RuntimeError, KeyError …
         raise refused(f"what torch.load refuses ({str(error).splitlines()[0] if str(error) else error!r})") from error
@@ -74,6 +78,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise refused(f"format {version}, made by a newer version (this one reads up to {FORMAT_VERSION})")
     return state
+
+
+def _begins_as_zip(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
 
 
 class Checkpoints:
@@ -99,10 +108,10 @@ class Checkpoints:
         best: str = "val_loss",
         higher_is_better: bool = False,
     ) -> None:
-        if every < 0:
+        if not isinstance(every, int) or every < 0:
             raise bad_option("every", "a whole number of steps, 0 or more", every, "give such a number")
-        if keep < 1:
-            raise bad_option("keep", "1 or more", keep, "keep at least the latest checkpoint")
+        if not isinstance(keep, int) or keep < 1:
+            raise bad_option("keep", "a whole number, 1 or more", keep, "keep at least the latest checkpoint")
         self.folder = Path(folder)
         self.every = every
         self.keep = keep
@@ -132,12 +141,16 @@ class Checkpoints:
         Old ones go only once the new one is on the disk, so at any moment there are as many whole ones as before.
 
         Raises:
+            InputError: ``state`` has a value that could not be read again.
             OSError: it could not be written; all earlier ones are still there.
         """
+        state = {key: plain(value, key) for key, value in state.items()}
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(".*.pt.*.part"):  # by a kill: as large as a checkpoint, each
+            left.unlink(missing_ok=True)
         path = self.path(int(state["step"]))
         try:
-            write_atomically(path, lambda file: torch.save(dict(state), file))
+            write_atomically(path, lambda file: torch.save(state, file))
         except RuntimeError as error:  # torch's writer on a full disk; its message is about offsets in the file
             raise OSError(
                 f"{path} could not be written (a full disk, or a limit on the size of files): {error}"

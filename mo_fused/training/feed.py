@@ -7,9 +7,11 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
+from mo_fused.errors import message
 from mo_fused.training.errors import bad_input
-from mo_fused.training.rng import rng_state, set_rng_state
+from mo_fused.training.rng import kept_rng, rng_state, set_rng_state
 
 _NOTHING = object()
 
@@ -22,7 +24,8 @@ class Feed:
     batches drawn in it, and the random number generators as they stood when the epoch began: going on there means to
     begin that epoch again and to draw those batches once more without using them. This is exact for torch's
     ``DataLoader`` with its own samplers, shuffled or not, with workers or without; a sampler that draws from a *global*
-    generator between batches needs a loader with a state of its own.
+    generator between batches, or from one that is not its attribute ``generator``, needs a loader with a state of its
+    own, and so do random numbers drawn in workers that stay from epoch to epoch (``persistent_workers``).
 
     ``set_epoch`` is called, where it exists, on the loader, its sampler, its batch sampler and its dataset.
 
@@ -31,6 +34,10 @@ class Feed:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
+        given: Any = loader
+        if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+            remedy = "give a DataLoader, a list of batches, or anything else with __iter__"
+            raise TypeError(f"loader: {message('batches to iterate over', type(loader).__name__, remedy)}")
         self.loader = loader
         self.epoch = 0
         self.batches = 0
@@ -70,11 +77,12 @@ class Feed:
     def state_dict(self) -> dict[str, Any]:
         """The place after the batches taken so far; tensors and plain values only (if the loader's own are)."""
         state: dict[str, Any] = {"epoch": self.epoch, "batches": self.batches}
+        state["generators"] = [generator.get_state() for generator in _generators(self.loader)]
         if self._stateful:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         else:
-            state["generators"] = [generator.get_state() for generator in _generators(self.loader)]
             state["begun"] = self._begun
+            state["workers"] = _has_workers(self.loader)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -91,7 +99,7 @@ class Feed:
                 found=kinds[self._stateful],
                 remedy="give the loader that the run began with",
             )
-        if not self._stateful and len(state["generators"]) != len(_generators(self.loader)):
+        if len(state["generators"]) != len(_generators(self.loader)):
             raise bad_input(
                 "loader",
                 expected=f"{len(state['generators'])} generators of its own, as in the run that saved this place",
@@ -105,8 +113,18 @@ class Feed:
             if state["batches"]:
                 _set_epoch(self.loader, self.epoch)
                 self._iterator = iter(self.loader)
+            elif self.epoch and isinstance(self.loader, DataLoader):
+                _set_epoch(self.loader, self.epoch - 1)
+                with kept_rng():  # StatefulDataLoader makes the epoch that is over once more, and draws a seed for it
+                    iter(self.loader)
             self.batches = int(state["batches"])
+            _set_generators(self.loader, state["generators"])
             return
+        # Persistent workers are started by the first epoch, which draws a seed for them; later ones draw none.
+        going = state["begun"] if state["batches"] else state
+        if going["workers"] and not _has_workers(self.loader):
+            with kept_rng():
+                iter(self.loader)
         if state["batches"]:
             set_rng_state(state["begun"]["rng"])
             _set_generators(self.loader, state["begun"]["generators"])
@@ -126,7 +144,7 @@ class Feed:
         _set_epoch(self.loader, self.epoch)
         if not self._stateful:
             states = [generator.get_state() for generator in _generators(self.loader)]
-            self._begun = {"rng": rng_state(), "generators": states}
+            self._begun = {"rng": rng_state(), "generators": states, "workers": _has_workers(self.loader)}
         self.batches = 0
         self._iterator = iter(self.loader)
         return self._iterator
@@ -150,6 +168,11 @@ class Feed:
         self.epoch += 1
         self.batches = 0
         self._iterator, self._begun = None, None
+
+
+def _has_workers(loader: Iterable[Any]) -> bool:
+    """Whether workers of an earlier epoch go on with the next one (``persistent_workers``)."""
+    return bool(getattr(loader, "persistent_workers", False)) and getattr(loader, "_iterator", None) is not None
 
 
 def _length(loader: Iterable[Any]) -> int | None:

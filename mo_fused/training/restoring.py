@@ -33,7 +33,15 @@ class Parts:
     scaler: torch.amp.GradScaler | None
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises InputError unless the checkpoint's model and optimizer have the form of these."""
+        """Raises InputError unless the checkpoint's parts have the form of these."""
+        for key in ("model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "scaler_state_dict"):
+            if not isinstance(state.get(key), Mapping) and (key == "model_state_dict" or state.get(key) is not None):
+                raise bad_input(
+                    "checkpoint",
+                    expected=f"{key} with what state_dict() returned",
+                    found=f"a {type(state.get(key)).__name__}",
+                    remedy="leave out what shall start anew (the model alone is needed)",
+                )
         _check_model(self.model, state["model_state_dict"])
         saved = state.get("optimizer_state_dict")
         if saved is not None:
@@ -41,7 +49,6 @@ class Parts:
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load every part that is there; returns a line for each missing one: what starts anew."""
-        self.model.load_state_dict(state["model_state_dict"])
         wanted = {
             "optimizer_state_dict": self.optimizer,
             "scheduler_state_dict": self.schedule,
@@ -51,10 +58,11 @@ class Parts:
         for key, part in wanted.items():
             if part is None:
                 continue
-            if state.get(key) is None:
+            if not state.get(key):  # {} is that of a scaler that is switched off
                 missing.append(key)
             else:
-                part.load_state_dict(state[key])
+                part.load_state_dict(state[key])  # the optimizer first: it may refuse values that don't fit
+        self.model.load_state_dict(state["model_state_dict"])
         missing += [key for key in ("step", "data", "rng") if state.get(key) is None]
         return [f"the checkpoint has no {key}: {_RESTARTS[key]}" for key in missing]
 
@@ -75,7 +83,11 @@ def _check_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
     faults += [f"a {name} that the model doesn't have" for name in saved if name not in own]
     for name, value in own.items():
         found = saved.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(found, torch.Tensor) and found.shape != value.shape:
+        if not isinstance(value, torch.Tensor) or name not in saved:
+            continue
+        if not isinstance(found, torch.Tensor):
+            faults.append(f"a {type(found).__name__} as {name}")
+        elif found.shape != value.shape:
             faults.append(f"{name} of shape {tuple(found.shape)}, not {tuple(value.shape)}")
     if faults:
         more = f" and {len(faults) - 3} more" if len(faults) > 3 else ""
@@ -96,4 +108,14 @@ def _check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             expected=f"an optimizer with groups of {', '.join(map(str, own))} parameters",
             found=f"groups of {', '.join(map(str, found)) or 'none'}",
             remedy="build the groups as in that run, or leave optimizer_state_dict out to begin with new moments",
+        )
+    # Versions of torch add options, so one side alone may have more of them.
+    wanted = {key for group in optimizer.param_groups for key in group if key in optimizer.defaults}
+    known = {key for group in saved["param_groups"] for key in group} - {"params", "param_names", "initial_lr", "clip"}
+    if wanted - known and known - wanted:
+        raise bad_input(
+            "checkpoint",
+            expected=f"the state of {type(optimizer).__name__}",
+            found=f"that of an optimizer with {', '.join(sorted(known - wanted)[:3])}",
+            remedy="build the optimizer of that run, or leave optimizer_state_dict out to begin with new moments",
         )

@@ -171,8 +171,8 @@ def run(config: TrainConfig) -> RunResult:
     """
     tqdm = _train_packages()
     device = choose_device(config.device)
-    seed_everything(config.seed)
     task = build_task(config, device)
+    seed_everything(config.seed)  # after what building draws, or importing for the first time
     optimizer, schedule = _optimizer(config, task)
     folder = RunFolder(config.task, config.run_dir, resume=True)
     # Off a terminal each refresh is a line of a log file: a few are enough.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mo_fused.errors import bad_option, message
 from mo_fused.optim.base import FusedOptimizer
@@ -22,14 +22,19 @@ from mo_fused.training.deferred import Deferred
 from mo_fused.training.errors import bad_input
 from mo_fused.training.feed import Feed
 from mo_fused.training.padding import count_targets
+from mo_fused.training.plain import plain
 from mo_fused.training.precision import Precision
 from mo_fused.training.processes import Processes, device_of
 from mo_fused.training.restoring import Parts, own_entry
-from mo_fused.training.rng import rng_state, set_rng_state
+from mo_fused.training.rng import kept_rng, rng_state, set_rng_state
 from mo_fused.training.trials import Trials
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 """(model, batch on the model's device) to the mean loss over the batch's valid targets, a 0-dim tensor."""
+
+
+MOST_WITHOUT = 10_000
+"""Batches in a row without a valid target after which an endless loader is taken to have none."""
 
 
 class StepMonitor(Protocol):
@@ -84,6 +89,7 @@ class Trainer(Trials):
         config: plain values that checkpoints carry along.
 
     Raises:
+        InputError: with ``checkpoints``, values that a checkpoint could be written with and not read again.
         ValueError: a value outside its range, ``max_grad_norm`` for an optimizer that clips, a schedule of another
             optimizer.
     """
@@ -106,13 +112,16 @@ class Trainer(Trials):
         scaler: torch.amp.GradScaler | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        if accumulate < 1:
-            raise bad_option("accumulate", "1 or more", accumulate, "give the number of batches a step")
-        if validate_every < 0:
-            raise bad_option("validate_every", "0 or more", validate_every, "give a number of steps")
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise bad_option("accumulate", "a whole number, 1 or more", accumulate, "give the number of batches a step")
+        if not isinstance(validate_every, int) or validate_every < 0:
+            raise bad_option("validate_every", "a whole number, 0 or more", validate_every, "give a number of steps")
         if schedule is not None and schedule.optimizer is not optimizer:
             expected = "a schedule of this optimizer"
             raise bad_option("schedule", expected, "one of another", "build it from the optimizer that you pass")
+        if isinstance(schedule, ReduceLROnPlateau):
+            expected = "one that is stepped without a value"
+            raise bad_option("schedule", expected, "ReduceLROnPlateau", "step it yourself, in validate")
         if max_grad_norm is not None:
             if not max_grad_norm > 0:
                 raise bad_option("max_grad_norm", "above 0 or None", max_grad_norm, "give the largest norm")
@@ -124,6 +133,11 @@ class Trainer(Trials):
         if checkpoints is not None and self._processes.sharded:
             expected = "None for a model of DTensors, which no process holds whole"
             raise bad_option("checkpoints", expected, str(checkpoints), "save it with torch.distributed.checkpoint")
+        if checkpoints is not None:  # better now than when the first one is written
+            plain(dict(config or {}), "config")
+            for group in optimizer.param_groups:
+                plain({key: value for key, value in group.items() if key != "params"}, "optimizer.param_groups")
+            plain({} if schedule is None else schedule.state_dict(), "schedule.state_dict()")
         self.model = model
         self.optimizer = optimizer
         self.loss_fn = loss_fn
@@ -142,6 +156,7 @@ class Trainer(Trials):
         self._feed: Feed | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._skipped: Deferred | bool | None = None  # of the step before
+        self._left_out = False  # the last step, by a scaler that has waited for the device
         self._loss: Tensor | None = None
         self._best: dict[str, Any] = {"step": None, "value": None}
         self._saved: int | None = None
@@ -182,7 +197,7 @@ class Trainer(Trials):
             loss, info = self._one_step(feed)
             self.step += 1
             self._loss = loss
-            improved = False
+            improved, best = False, self._best
             if self._validation_due(steps):
                 info["validation"] = self._validated()
                 improved = self._is_best(info["validation"])
@@ -191,9 +206,12 @@ class Trainer(Trials):
             every = 0 if self.checkpoints is None else self.checkpoints.every
             if every and self.step < steps and (improved or self.step % every == 0):
                 try:
-                    self._save_if_finite()
+                    saved = self._save_if_finite()
                 except OSError as error:  # training goes on: the earlier checkpoints are whole, the next may succeed
+                    saved = False
                     warnings.warn(f"step {self.step}: no checkpoint was written: {error}", RuntimeWarning, stacklevel=2)
+                if not saved:
+                    self._best = best  # of which there is a checkpoint
         if self.checkpoints is not None and self._saved != self.step and (self.step >= steps or self._save_at_stop):
             self._save_if_finite()
         return self.step
@@ -219,9 +237,15 @@ class Trainer(Trials):
             raise bad_option("checkpoints", "a folder", None, "give checkpoints= to the Trainer")
         if self.monitor is not None and hasattr(self.monitor, "flush"):
             self.monitor.flush()  # what the log says of steps before a checkpoint is never lost
-        state = self.state_dict()
+        state, error = self.state_dict(), None
         if self._processes.rank == 0:
-            self.checkpoints.save(state, self._best["step"])
+            try:
+                self.checkpoints.save(state, self._best["step"])
+            except (OSError, ValueError) as caught:  # the other processes have to learn of it
+                error = caught
+        error = self._processes.from_first(error)
+        if error is not None:
+            raise error
         self._saved = self.step
         return self.checkpoints.path(self.step)
 
@@ -244,10 +268,19 @@ class Trainer(Trials):
         elif self.checkpoints is None:
             raise bad_option("source", "a checkpoint file", None, "name one, or give checkpoints= to the Trainer")
         else:
-            found = self.checkpoints.latest() if self._processes.rank == 0 else None
-            path = self._processes.from_first(None if found is None else found[0])
-            if path is None:
+            newest: Path | ValueError | None = None
+            if self._processes.rank == 0:
+                try:
+                    found = self.checkpoints.latest()
+                    newest = None if found is None else found[0]
+                except ValueError as caught:  # the other processes have to learn of it
+                    newest = caught
+            newest = self._processes.from_first(newest)
+            if isinstance(newest, ValueError):
+                raise newest
+            if newest is None:
                 return None
+            path = newest
         self.load_state_dict(load_checkpoint(path))
         self._saved = self.step
         return path
@@ -291,6 +324,7 @@ class Trainer(Trials):
         """
         parts = Parts(self._processes.module, self.optimizer, self.schedule, self.precision.scaler)
         parts.check(state)
+        state = {key: state[key] for key in state if key not in ("data", "rng") or isinstance(state[key], list)}
         lines = parts.load(state)
         self.step = int(state.get("step") or 0)
         extra = state.get("trainer") or {}
@@ -344,7 +378,7 @@ class Trainer(Trials):
 
     def _take(self, feed: Feed) -> tuple[list[Any], list[int]]:
         """The batches of a step and their numbers of valid targets; those without any are left out."""
-        epoch = feed.epoch
+        epoch, without = feed.epoch, 0
         while True:
             batches = feed.take(self.accumulate)
             targets = [int(self.count(batch)) for batch in batches]
@@ -353,11 +387,12 @@ class Trainer(Trials):
                 kept = [0]  # the other processes wait for this one's backward pass
             if kept:
                 return [batches[i] for i in kept], [targets[i] for i in kept]
-            if feed.epoch > epoch + 1:
+            without += len(batches)
+            if feed.epoch > epoch + 1 or without >= MOST_WITHOUT:
                 raise bad_input(
                     "loader",
                     expected="batches with valid targets",
-                    found="a whole epoch without any",
+                    found=f"{without} batches without any",
                     remedy="look at the targets (ignore_index marks those that don't count), or give count= to Trainer",
                 )
 
@@ -366,7 +401,10 @@ class Trainer(Trials):
         processes, scaler = self._processes, self.precision.scaler
         total: Tensor | float = float(sum(targets))
         if processes.count > 1:  # gradients will be averaged, so each process's share counts that much more
-            total = processes.sum(torch.tensor(total, device=self.device)) / processes.count
+            total = (
+                processes.sum(torch.tensor(total, device=self.device, dtype=torch.float64)).clamp(min=1.0)
+                / processes.count
+            )
         parts = []
         for number, (batch, count) in enumerate(zip(batches, targets, strict=True), 1):
             with nullcontext() if number == len(batches) else processes.no_sync():
@@ -375,20 +413,25 @@ class Trainer(Trials):
                 check_loss(loss)
                 if count == 0:
                     loss = loss.nan_to_num(0.0, 0.0, 0.0)
-                weighted = loss if processes.count == 1 and count == total else loss * (count / total)
+                share = count / total
+                if isinstance(share, Tensor):
+                    share = share.to(torch.promote_types(loss.dtype, torch.float32))
+                weighted = loss if processes.count == 1 and count == total else loss * share
                 (weighted if scaler is None else scaler.scale(weighted)).backward()  # type: ignore[no-untyped-call]
             parts.append(weighted.detach().to(torch.promote_types(weighted.dtype, torch.float32)))
         mean = torch.stack(parts).sum()
         if processes.count > 1:
-            words = torch.stack([mean / processes.count, mean.new_tensor(float(self._stop_asked))])
-            mean, stop = processes.sum(words)
-            self._stop_words.append(Deferred({"stop": stop}))
+            unsaved = self._stop_asked and not self._save_at_stop
+            own = mean.new_tensor([float(self._stop_asked), float(unsaved)])
+            mean, stop, unsaved = processes.sum(torch.cat([mean.reshape(1) / processes.count, own]))
+            self._stop_words = [*self._stop_words[-1:], Deferred({"stop": stop, "unsaved": unsaved})]
         return mean
 
     def _update(self) -> dict[str, Tensor]:
         """Clip, step, schedule; returns what was measured (0-dim tensors on the device)."""
         optimizer, scaler = self.optimizer, self.precision.scaler
-        ours = isinstance(optimizer, FusedOptimizer)
+        # Without amp="fused" the scaler may leave the step out, and last_step is another's.
+        ours = isinstance(optimizer, FusedOptimizer) and (scaler is None or optimizer._step_supports_amp_scaling)
         measured: dict[str, Tensor] = {}
         if self.max_grad_norm is not None:
             if scaler is not None:
@@ -408,17 +451,18 @@ class Trainer(Trials):
             scaler.step(optimizer)
             scaler.update()
             skipped_now = not ours and scaler.get_scale() < before
-        if isinstance(optimizer, FusedOptimizer):
+        if isinstance(optimizer, FusedOptimizer) and not skipped_now:
             names = ("grad_norm", "update_norm", "clip_coef", "skipped")
             last = optimizer.last_step
             measured.update({name: value for name in names if (value := getattr(last, name)) is not None})
-        elif scaler is not None:
+        if scaler is not None and not ours:
             measured["skipped"] = torch.tensor(skipped_now)
         optimizer.zero_grad()
         # That the step before this one was skipped is read only now, with this one queued.
         if self.schedule is not None and not skipped_now and not self._was_skipped():
             self.schedule.step()
         self._skipped = Deferred({"skipped": measured["skipped"]}) if ours else None
+        self._left_out = skipped_now
         return measured
 
     def _was_skipped(self) -> bool:
@@ -428,8 +472,12 @@ class Trainer(Trials):
     def _stopping(self) -> bool:
         if self._processes.count == 1:
             return self._stop_asked
-        # Read a step late, and so at the same step on every process.
-        return len(self._stop_words) > 1 and any(word.read()["stop"] for word in self._stop_words[:-1])
+        if len(self._stop_words) < 2:
+            return False
+        word = self._stop_words[0].read()  # a step late, and so at the same step on every process
+        if word["stop"]:
+            self._save_at_stop = not word["unsaved"]
+        return bool(word["stop"])
 
     def _validation_due(self, steps: int) -> bool:
         if self.validate is None or (self._stop_asked and self._processes.count == 1):
@@ -437,29 +485,40 @@ class Trainer(Trials):
         return self.step == steps or bool(self.validate_every and self.step % self.validate_every == 0)
 
     def _validated(self) -> dict[str, float]:
-        """What ``validate`` returns; every module gets back the mode (training or not) that it was in."""
+        """What ``validate`` returns; every module gets back the mode (training or not) that it was in.
+
+        Random numbers too: a run that is stopped before a validation, or has more of them, goes on with the same.
+        """
         assert self.validate is not None
         modes = [(module, module.training) for module in self.model.modules()]
-        values = {name: float(value) for name, value in self.validate().items()}
+        with kept_rng():
+            values: Any = self.validate()
         for module, training in modes:
             module.training = training
-        return values
+        if not isinstance(values, Mapping):
+            expected, remedy = "numbers by name, as a dict", 'return {"val_loss": ...}'
+            raise TypeError(f"validate: {message(expected, type(values).__name__, remedy)}")
+        return {name: float(value) for name, value in values.items()}
 
     def _is_best(self, values: Mapping[str, float]) -> bool:
         if self.checkpoints is None or self.checkpoints.best not in values:
             return False
-        value = values[self.checkpoints.best]
+        value = self._processes.from_first(values[self.checkpoints.best])  # all save, or none
         better = self.checkpoints.better(value, self._best["value"])
         if better:
             self._best = {"step": self.step, "value": value}
         return better
 
-    def _save_if_finite(self) -> None:
-        """Save, unless the loss or a parameter is not finite: such a state must not become the newest checkpoint."""
-        finite = self._loss is None or bool(self._loss.isfinite())
+    def _save_if_finite(self) -> bool:
+        """Save, unless a parameter, the loss of a step that was taken, or a buffer is not finite: such a state must not
+        become the newest checkpoint. Infinity in a buffer is none of that: masks have it."""
+        finite = self._loss is None or self._left_out or self._was_skipped() or bool(self._loss.isfinite())
         finite = finite and all(bool(p.detach().isfinite().all()) for p in self.model.parameters())
-        if all(self._processes.gather(finite)):
+        finite = finite and not any(bool(b.isnan().any()) for b in self.model.buffers() if b.is_floating_point())
+        finite = all(self._processes.gather(finite))
+        if finite:
             self.save()
         else:
-            found = "the loss or a parameter is not finite"
+            found = "the loss, a parameter or a buffer is not finite"
             warnings.warn(f"step {self.step}: no checkpoint was written: {found}", RuntimeWarning, stacklevel=3)
+        return finite
