@@ -203,6 +203,39 @@ def test_a_best_that_could_not_be_saved_is_none(tmp_path: Path, monkeypatch: pyt
     assert load_checkpoint(tmp_path / "best.pt")["trainer"]["best_value"] == 2.0
 
 
+def test_going_back_leaves_later_ones_aside(tmp_path: Path) -> None:
+    """Nothing is lost, and a restart goes on with the line that was chosen."""
+    trainer, loader = simple(tmp_path, checkpoints=Checkpoints(tmp_path, every=2, keep=3))
+    trainer.fit(loader, 8)
+    kept = (tmp_path / "step-00000008.pt").read_bytes()
+    trainer, loader = simple(tmp_path, checkpoints=Checkpoints(tmp_path, every=3, keep=3))
+    trainer.resume(tmp_path / "step-00000004.pt")
+    assert Checkpoints(tmp_path).steps() == [4, 6, 8], "until there is something to go on with"
+    trainer.fit(loader, 7)
+    assert Checkpoints(tmp_path).steps() == [4, 6, 7]
+    assert (tmp_path / "step-00000008.pt.abandoned").read_bytes() == kept
+    trainer, loader = simple(tmp_path)
+    assert trainer.resume() == tmp_path / "step-00000007.pt"
+
+
+def test_a_best_value_that_validation_does_not_return(tmp_path: Path) -> None:
+    trainer, loader = simple(tmp_path, validate=lambda: {"accuracy": 0.5}, validate_every=1)
+    with pytest.warns(RuntimeWarning, match="validate returned accuracy, not val_loss; name one") as caught:
+        trainer.fit(loader, 3)
+    assert len(caught) == 1
+
+
+def test_without_links_checkpoints_are_kept_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, target: object) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    trainer, loader = simple(tmp_path, validate=lambda: {"val_loss": float(trainer.step)}, validate_every=1)
+    with pytest.warns(RuntimeWarning, match="best.pt could not be made"):
+        trainer.fit(loader, 6)
+    assert Checkpoints(tmp_path).steps() == [1, 4, 6]
+
+
 def test_what_a_kill_left_behind_goes_away(tmp_path: Path) -> None:
     for name in (".step-00000001.pt.77.part", ".best.pt.77.part"):
         (tmp_path / name).write_bytes(b"x")

@@ -229,3 +229,21 @@ def test_a_loader_without_batches() -> None:
         trainer.fit([], 1)
     with pytest.raises(TypeError, match="^loader: expected batches to iterate over.*; found int; "):
         trainer.fit(5, 1)  # type: ignore[arg-type]
+
+
+def test_half_a_step_leaves_no_gradients() -> None:
+    """Ctrl-C in the second of two backward passes: the next fit begins with none."""
+    calls = 0
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return class_loss(model, batch)
+
+    trainer, loader = simple(accumulate=2)
+    trainer.loss_fn = loss_fn
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(loader, 1)
+    assert trainer.step == 0 and all(parameter.grad is None for parameter in trainer.model.parameters())

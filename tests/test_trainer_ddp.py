@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from process_pool import pool
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from trainer_cases import (
@@ -99,6 +100,54 @@ def test_a_step_without_any_target_changes_nothing() -> None:
         assert losses[0] == 0.0 and losses[1] > 0.5 and finite
 
 
+def masked_by_hand(rank: int) -> Any:
+    """0/0 on the rank without targets, also in its gradient."""
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        inputs, targets = batch
+        mask = targets != -100
+        each = model(inputs).float().square().sum(-1)
+        return (each * mask).sum() / mask.sum()
+
+    model = DistributedDataParallel(model_of())
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn)
+    trainer.fit(padded_batches([[5], [0]][rank]), 1)
+    return frozen(model.module.state_dict())
+
+
+def test_a_loss_that_is_0_by_0_without_targets() -> None:
+    first, second = pool(2).run(masked_by_hand)
+    alone = model_of()
+    inputs, targets = padded_batches([5])[0]
+    mask = targets != -100
+    ((alone(inputs).square().sum(-1) * mask).sum() / mask.sum()).backward()
+    for name, parameter in alone.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(first[name], (parameter - 0.1 * parameter.grad).detach(), rtol=0, atol=1e-6)
+    assert_same(first, second)
+
+
+def in_parts(rank: int, folder: str, at: int | None) -> Any:
+    """ZeRO-1: each rank steps, and holds the moments of, its share of the parameters."""
+    model = DistributedDataParallel(model_of(at or 0))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), mo_fused.AdamW, lr=0.02, max_grad_norm=0.5)
+    loader = padded_batches([4, 9, 3, 5][2 * rank : 2 * rank + 2], seed=rank)
+    trainer = Trainer(model, optimizer, class_loss, checkpoints=Checkpoints(folder, every=2, keep=9))
+    if at is not None:
+        trainer.resume(Path(folder) / f"step-{at:08d}.pt")
+    trainer.fit(loader, 5)
+    return frozen(model.module.state_dict())
+
+
+def test_an_optimizer_in_parts_is_saved_whole(tmp_path: Path) -> None:
+    first, second = pool(2).run(in_parts, str(tmp_path), None)
+    assert_same(first, second)
+    saved = load_checkpoint(tmp_path / "step-00000002.pt")
+    assert len(saved["optimizer_state_dict"]["state"]) == 4, "the moments of all parameters"
+    for again in pool(2).run(in_parts, str(tmp_path), 2):
+        assert_same(again, first)
+
+
 def build(folder: str | None, rank: int, *, seed: int = 0, **options: Any) -> tuple[Trainer, Any]:
     """A DistributedDataParallel of a model with dropout, and this rank's share of shuffled samples."""
     model = DistributedDataParallel(model_of(seed, dropout=0.2))
@@ -167,9 +216,11 @@ def test_one_checkpoint_of_both_and_going_on_is_exact(tmp_path: Path) -> None:
     alone.load_state_dict(saved["model_state_dict"])
     assert_same(alone.state_dict(), first[0]["model_state_dict"])
     trainer = Trainer(alone, mo_fused.AdamW(alone.parameters(), lr=0.02), class_loss)
-    with pytest.warns(RuntimeWarning, match="saved by 2 processes, here are 1: samples and random"):
+    with pytest.warns(RuntimeWarning, match="saved by 2 processes, here are 1: the epoch at hand begins again"):
         trainer.resume(folder / "step-00000007.pt")
     assert trainer.step == 7 and trainer.optimizer.state_dict()["state"][0]["step"] == 7
+    assert trainer.fit(DataLoader(Samples(24), 24), 9) == 9, "its epochs of one batch are shorter than the saved place"
+    assert trainer.epoch == saved["epoch"] + 2
 
 
 def of_one_opinion(rank: int, folder: str) -> Any:

@@ -8,7 +8,7 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +135,16 @@ class Checkpoints:
             return False
         return than is None or (value > than if self.higher_is_better else value < than)
 
-    def save(self, state: Mapping[str, Any], best_step: int | None = None) -> Path:
+    def save(self, state: Mapping[str, Any], best_step: int | None = None, abandoned: Sequence[int] = ()) -> Path:
         """Write the checkpoint of ``state["step"]`` and remove what is no longer kept.
 
         Old ones go only once the new one is on the disk, so at any moment there are as many whole ones as before.
+
+        Args:
+            state: what to save.
+            best_step: step of the best checkpoint, which is kept and linked.
+            abandoned: steps whose checkpoints the run has gone back behind: they get the ending ``.abandoned``, and
+                are no longer counted.
 
         Raises:
             InputError: ``state`` has a value that could not be read again.
@@ -155,9 +161,11 @@ class Checkpoints:
             raise OSError(
                 f"{path} could not be written (a full disk, or a limit on the size of files): {error}"
             ) from error
+        for step in abandoned:
+            if step != state["step"] and self.path(step).exists():
+                self.path(step).rename(self.path(step).with_suffix(".pt.abandoned"))
         steps = self.steps()
-        if best_step in steps:
-            self._link_best(best_step)
+        self._link_best(best_step if best_step in steps else None)
         for step in steps:
             if step not in {*steps[-self.keep :], best_step, int(state["step"])}:
                 self.path(step).unlink(missing_ok=True)
@@ -187,8 +195,17 @@ class Checkpoints:
             ) from refusal
         return None
 
-    def _link_best(self, step: int) -> None:
+    def _link_best(self, step: int | None) -> None:
+        """Point ``best.pt`` at the best checkpoint; None removes a link that leads nowhere."""
+        link = self.folder / "best.pt"
+        if step is None:
+            if link.is_symlink() and not link.exists():
+                link.unlink()
+            return
         temporary = self.folder / f".best.pt.{os.getpid()}.part"
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(self.path(step).name)
-        os.replace(temporary, self.folder / "best.pt")
+        try:
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(self.path(step).name)
+            os.replace(temporary, link)
+        except OSError as error:  # a file system without links: the checkpoint itself is there and kept
+            warnings.warn(f"{link} could not be made: {error}", RuntimeWarning, stacklevel=4)

@@ -38,6 +38,16 @@ class Processes:
             return self._ddp.no_sync()
         return _no_sync(self._fsdp) if self._fsdp is not None else nullcontext()
 
+    def nothing(self, loss: Tensor) -> Tensor:
+        """A loss whose gradients are zero, in place of that of a batch without valid targets, which may be 0/0.
+
+        The backward pass has to be made all the same, because the other processes wait for its communication.
+        """
+        if self._ddp is None:
+            return loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+        trained = [parameter for parameter in self._ddp.parameters() if parameter.requires_grad]
+        return torch.stack([parameter.sum().to(loss) for parameter in trained]).sum() * 0.0
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum over all processes, in place."""
         if self.count > 1:

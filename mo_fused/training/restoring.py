@@ -68,10 +68,7 @@ class Parts:
 
 
 def own_entry(entries: Any, rank: int) -> Any:
-    """This process's entry of a list with one for each; the first one's where there were fewer processes.
-
-    With another number of processes than the run began with, samples and random numbers are shared out anew.
-    """
+    """This process's entry of a list with one for each; the first one's where there are fewer."""
     if not isinstance(entries, (list, tuple)) or not entries:
         return None
     return entries[rank] if rank < len(entries) else entries[0]

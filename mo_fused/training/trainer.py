@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,43 +14,21 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mo_fused.errors import bad_option, message
 from mo_fused.optim.base import FusedOptimizer
-from mo_fused.training.batches import sample_count, to_device
-from mo_fused.training.checkpoints import FORMAT_VERSION, Checkpoints, load_checkpoint
+from mo_fused.training.checkpoints import Checkpoints
 from mo_fused.training.deferred import Deferred
-from mo_fused.training.errors import bad_input
 from mo_fused.training.feed import Feed
 from mo_fused.training.padding import count_targets
 from mo_fused.training.plain import plain
 from mo_fused.training.precision import Precision
 from mo_fused.training.processes import Processes, device_of
-from mo_fused.training.restoring import Parts, own_entry
-from mo_fused.training.rng import kept_rng, rng_state, set_rng_state
+from mo_fused.training.restoring import own_entry
+from mo_fused.training.rng import kept_rng, set_rng_state
+from mo_fused.training.trainer_saving import TrainerSaving
+from mo_fused.training.trainer_step import LossFn, StepMonitor
 from mo_fused.training.trials import Trials
 
-LossFn = Callable[[nn.Module, Any], Tensor]
-"""(model, batch on the model's device) to the mean loss over the batch's valid targets, a 0-dim tensor."""
 
-
-MOST_WITHOUT = 10_000
-"""Batches in a row without a valid target after which an endless loader is taken to have none."""
-
-
-class StepMonitor(Protocol):
-    """What a trainer calls after every step; :class:`Trainer` says what ``batch_info`` holds."""
-
-    def step(self, loss: Tensor, batch_info: Mapping[str, Any]) -> None: ...
-
-
-def check_loss(loss: object) -> None:
-    """Raises TypeError unless ``loss`` is what a :data:`LossFn` returns."""
-    if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-        found += " without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
-        remedy = "return the mean over the batch's valid targets"
-        raise TypeError(f"loss_fn: {message('a 0-dim tensor to call backward on', found, remedy)}")
-
-
-class Trainer(Trials):
+class Trainer(TrainerSaving, Trials):
     """Trains a model; every part that it is made of also works in a loop of your own.
 
     One step takes ``accumulate`` batches of the loader. Each batch's mean loss is weighted by its share of the step's
@@ -160,15 +136,10 @@ class Trainer(Trials):
         self._loss: Tensor | None = None
         self._best: dict[str, Any] = {"step": None, "value": None}
         self._saved: int | None = None
+        self._abandoned: list[int] = []  # steps whose checkpoints the run has gone back behind
+        self._warned = False
         self._stop_asked = self._save_at_stop = False
         self._stop_words: list[Deferred] = []
-
-    @property
-    def epoch(self) -> int:
-        """Epochs of the loader that are over."""
-        if self._feed is not None:
-            return self._feed.epoch
-        return 0 if self._resumed is None else int(self._resumed.get("epoch") or 0)
 
     def fit(self, loader: Iterable[Any], steps: int) -> int:
         """Train until ``steps`` optimizer steps have been done in all, those before a resume included.
@@ -226,248 +197,20 @@ class Trainer(Trials):
         """
         self._stop_asked, self._save_at_stop = True, save
 
-    def save(self) -> Path:
-        """Write a checkpoint of this moment now. With several processes all have to call it; the first one writes.
-
-        Raises:
-            ValueError: the trainer has no ``checkpoints``.
-            OSError: it could not be written; all earlier ones are still there.
-        """
-        if self.checkpoints is None:
-            raise bad_option("checkpoints", "a folder", None, "give checkpoints= to the Trainer")
-        if self.monitor is not None and hasattr(self.monitor, "flush"):
-            self.monitor.flush()  # what the log says of steps before a checkpoint is never lost
-        state, error = self.state_dict(), None
-        if self._processes.rank == 0:
-            try:
-                self.checkpoints.save(state, self._best["step"])
-            except (OSError, ValueError) as caught:  # the other processes have to learn of it
-                error = caught
-        error = self._processes.from_first(error)
-        if error is not None:
-            raise error
-        self._saved = self.step
-        return self.checkpoints.path(self.step)
-
-    def resume(self, source: str | Path | None = None) -> Path | None:
-        """Go on from a checkpoint: everything is as it was when it was written, and the next :meth:`fit` continues.
-
-        Args:
-            source: a checkpoint file; None is the newest one of ``checkpoints`` that can be read.
-
-        Returns:
-            The file, None where there is no checkpoint yet: then nothing is changed.
-
-        Raises:
-            InputError: it cannot be read, or is that of another model or optimizer.
-            ValueError: neither ``source`` nor ``checkpoints``.
-        """
-        path: Path | None
-        if source is not None:
-            path = Path(source)
-        elif self.checkpoints is None:
-            raise bad_option("source", "a checkpoint file", None, "name one, or give checkpoints= to the Trainer")
-        else:
-            newest: Path | ValueError | None = None
-            if self._processes.rank == 0:
-                try:
-                    found = self.checkpoints.latest()
-                    newest = None if found is None else found[0]
-                except ValueError as caught:  # the other processes have to learn of it
-                    newest = caught
-            newest = self._processes.from_first(newest)
-            if isinstance(newest, ValueError):
-                raise newest
-            if newest is None:
-                return None
-            path = newest
-        self.load_state_dict(load_checkpoint(path))
-        self._saved = self.step
-        return path
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a later process needs to go on as if nothing had happened (:data:`checkpoints.KEYS`).
-
-        Tensors are those of the model and the optimizer themselves, not copies. With several processes all have to
-        call it, since ``data`` and ``rng`` are lists with an entry for each.
-        """
-        self._skipped = self._was_skipped()
-        place, numbers = None if self._feed is None else self._feed.state_dict(), rng_state()
-        if self._resumed is not None:  # and not gone on yet
-            place = own_entry(self._resumed.get("data"), self._processes.rank)
-            numbers = own_entry(self._resumed.get("rng"), self._processes.rank) or numbers
-        return {
-            "format_version": FORMAT_VERSION,
-            "model_state_dict": self._processes.module.state_dict(),
-            "optimizer_state_dict": self.optimizer.state_dict(),
-            "scheduler_state_dict": None if self.schedule is None else self.schedule.state_dict(),
-            "scaler_state_dict": None if self.precision.scaler is None else self.precision.scaler.state_dict(),
-            "step": self.step,
-            "epoch": self.epoch,
-            "data": self._processes.gather(place),
-            "rng": self._processes.gather(numbers),
-            "config": self.config,
-            "trainer": {"skipped": self._skipped, "best_step": self._best["step"], "best_value": self._best["value"]},
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
-        """Take over what :meth:`state_dict` gave, or as much of it as somebody saved by hand.
-
-        ``model_state_dict`` is needed; for each other part that is missing a warning says what starts anew. The
-        loader's place and the random numbers are set when :meth:`fit` begins.
-
-        Returns:
-            These warnings.
-
-        Raises:
-            InputError: the model or the optimizer is another one; nothing has been changed then.
-        """
-        parts = Parts(self._processes.module, self.optimizer, self.schedule, self.precision.scaler)
-        parts.check(state)
-        state = {key: state[key] for key in state if key not in ("data", "rng") or isinstance(state[key], list)}
-        lines = parts.load(state)
-        self.step = int(state.get("step") or 0)
-        extra = state.get("trainer") or {}
-        self._skipped = bool(extra.get("skipped", False))
-        self._best = {"step": extra.get("best_step"), "value": extra.get("best_value")}
-        self._feed = None
-        self._resumed = {key: state[key] for key in ("epoch", "data", "rng") if key in state}
-        processes = len(state.get("rng") or [None] * self._processes.count)
-        if processes != self._processes.count:
-            shared = "samples and random numbers are shared out anew"
-            lines.append(
-                f"the checkpoint was saved by {processes} processes, here are {self._processes.count}: {shared}"
-            )
-        for line in lines:
-            warnings.warn(line, RuntimeWarning, stacklevel=2)
-        return lines
-
     def _open(self, loader: Iterable[Any]) -> Feed:
         """The feed of ``loader``, at the place that was resumed; then the generators as the checkpoint has them."""
         if self._feed is None or self._feed.loader is not loader:
-            feed, resumed, rank = Feed(loader), self._resumed, self._processes.rank
-            place = None if resumed is None else own_entry(resumed.get("data"), rank)
-            if place is not None:
-                feed.load_state_dict(place)
-            numbers = None if resumed is None else own_entry(resumed.get("rng"), rank)
-            if numbers is not None:
-                set_rng_state(numbers)
+            feed, resumed, rank = Feed(loader), self._resumed or {}, self._processes.rank
+            if len(resumed.get("data") or ()) in (0, self._processes.count):
+                place, numbers = (own_entry(resumed.get(part), rank) for part in ("data", "rng"))
+                if place is not None:
+                    feed.load_state_dict(place)
+                if numbers is not None:
+                    set_rng_state(numbers)
+            else:  # another share of the data
+                feed.epoch = int(resumed.get("epoch") or 0)
             self._feed, self._resumed = feed, None
         return self._feed
-
-    def _one_step(self, feed: Feed) -> tuple[Tensor, dict[str, Any]]:
-        """One optimizer step: its loss and what a monitor is told."""
-        begun = time.perf_counter()
-        batches, targets = self._take(feed)
-        waited = time.perf_counter() - begun
-        lr = self.optimizer.param_groups[0]["lr"]
-        loss = self._backward(batches, targets)
-        measured = self._update()
-        info: dict[str, Any] = {
-            "epoch": self.epoch,
-            "lr": float(lr),
-            "batches": len(batches),
-            "samples": sum(sample_count(batch) for batch in batches),
-            "targets": sum(targets),
-            "data_seconds": waited,
-            "seconds": time.perf_counter() - begun,
-            "measured": measured,
-            "validation": None,
-        }
-        return loss, info
-
-    def _take(self, feed: Feed) -> tuple[list[Any], list[int]]:
-        """The batches of a step and their numbers of valid targets; those without any are left out."""
-        epoch, without = feed.epoch, 0
-        while True:
-            batches = feed.take(self.accumulate)
-            targets = [int(self.count(batch)) for batch in batches]
-            kept = [i for i, count in enumerate(targets) if count > 0]
-            if not kept and self._processes.count > 1:
-                kept = [0]  # the other processes wait for this one's backward pass
-            if kept:
-                return [batches[i] for i in kept], [targets[i] for i in kept]
-            without += len(batches)
-            if feed.epoch > epoch + 1 or without >= MOST_WITHOUT:
-                raise bad_input(
-                    "loader",
-                    expected="batches with valid targets",
-                    found=f"{without} batches without any",
-                    remedy="look at the targets (ignore_index marks those that don't count), or give count= to Trainer",
-                )
-
-    def _backward(self, batches: list[Any], targets: list[int]) -> Tensor:
-        """Backward passes of a step; returns its mean loss over all valid targets of all processes (detached)."""
-        processes, scaler = self._processes, self.precision.scaler
-        total: Tensor | float = float(sum(targets))
-        if processes.count > 1:  # gradients will be averaged, so each process's share counts that much more
-            total = (
-                processes.sum(torch.tensor(total, device=self.device, dtype=torch.float64)).clamp(min=1.0)
-                / processes.count
-            )
-        parts = []
-        for number, (batch, count) in enumerate(zip(batches, targets, strict=True), 1):
-            with nullcontext() if number == len(batches) else processes.no_sync():
-                with self.precision.autocast():
-                    loss = self.loss_fn(self.model, to_device(batch, self.device))
-                check_loss(loss)
-                if count == 0:
-                    loss = loss.nan_to_num(0.0, 0.0, 0.0)
-                share = count / total
-                if isinstance(share, Tensor):
-                    share = share.to(torch.promote_types(loss.dtype, torch.float32))
-                weighted = loss if processes.count == 1 and count == total else loss * share
-                (weighted if scaler is None else scaler.scale(weighted)).backward()  # type: ignore[no-untyped-call]
-            parts.append(weighted.detach().to(torch.promote_types(weighted.dtype, torch.float32)))
-        mean = torch.stack(parts).sum()
-        if processes.count > 1:
-            unsaved = self._stop_asked and not self._save_at_stop
-            own = mean.new_tensor([float(self._stop_asked), float(unsaved)])
-            mean, stop, unsaved = processes.sum(torch.cat([mean.reshape(1) / processes.count, own]))
-            self._stop_words = [*self._stop_words[-1:], Deferred({"stop": stop, "unsaved": unsaved})]
-        return mean
-
-    def _update(self) -> dict[str, Tensor]:
-        """Clip, step, schedule; returns what was measured (0-dim tensors on the device)."""
-        optimizer, scaler = self.optimizer, self.precision.scaler
-        # Without amp="fused" the scaler may leave the step out, and last_step is another's.
-        ours = isinstance(optimizer, FusedOptimizer) and (scaler is None or optimizer._step_supports_amp_scaling)
-        measured: dict[str, Tensor] = {}
-        if self.max_grad_norm is not None:
-            if scaler is not None:
-                scaler.unscale_(optimizer)
-            groups = [group for group in optimizer.param_groups if group.get("clip", True)]
-            parameters = [parameter for group in groups for parameter in group["params"]]
-            norm = nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-            # The same formula that clip_grad_norm_ applies and doesn't return.
-            coefficient = (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            measured.update({"grad_norm": norm, "clip_coef": coefficient})
-        skipped_now = False
-        if scaler is None:
-            optimizer.step()
-        else:
-            # With another optimizer torch's scaler waits for the device anyway, and knows at once.
-            before = 0.0 if ours else scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            skipped_now = not ours and scaler.get_scale() < before
-        if isinstance(optimizer, FusedOptimizer) and not skipped_now:
-            names = ("grad_norm", "update_norm", "clip_coef", "skipped")
-            last = optimizer.last_step
-            measured.update({name: value for name in names if (value := getattr(last, name)) is not None})
-        if scaler is not None and not ours:
-            measured["skipped"] = torch.tensor(skipped_now)
-        optimizer.zero_grad()
-        # That the step before this one was skipped is read only now, with this one queued.
-        if self.schedule is not None and not skipped_now and not self._was_skipped():
-            self.schedule.step()
-        self._skipped = Deferred({"skipped": measured["skipped"]}) if ours else None
-        self._left_out = skipped_now
-        return measured
-
-    def _was_skipped(self) -> bool:
-        skipped = self._skipped
-        return bool(skipped.read()["skipped"]) if isinstance(skipped, Deferred) else bool(skipped)
 
     def _stopping(self) -> bool:
         if self._processes.count == 1:
@@ -501,24 +244,17 @@ class Trainer(Trials):
         return {name: float(value) for name, value in values.items()}
 
     def _is_best(self, values: Mapping[str, float]) -> bool:
-        if self.checkpoints is None or self.checkpoints.best not in values:
+        if self.checkpoints is None:
+            return False
+        if self.checkpoints.best not in values:
+            if not self._warned:
+                found = f"validate returned {', '.join(values) or 'nothing'}, not {self.checkpoints.best}"
+                remedy = "name one of these with Checkpoints(best=...)"
+                warnings.warn(f"no best checkpoint is kept: {found}; {remedy}", RuntimeWarning, stacklevel=3)
+                self._warned = True
             return False
         value = self._processes.from_first(values[self.checkpoints.best])  # all save, or none
         better = self.checkpoints.better(value, self._best["value"])
         if better:
             self._best = {"step": self.step, "value": value}
         return better
-
-    def _save_if_finite(self) -> bool:
-        """Save, unless a parameter, the loss of a step that was taken, or a buffer is not finite: such a state must not
-        become the newest checkpoint. Infinity in a buffer is none of that: masks have it."""
-        finite = self._loss is None or self._left_out or self._was_skipped() or bool(self._loss.isfinite())
-        finite = finite and all(bool(p.detach().isfinite().all()) for p in self.model.parameters())
-        finite = finite and not any(bool(b.isnan().any()) for b in self.model.buffers() if b.is_floating_point())
-        finite = all(self._processes.gather(finite))
-        if finite:
-            self.save()
-        else:
-            found = "the loss, a parameter or a buffer is not finite"
-            warnings.warn(f"step {self.step}: no checkpoint was written: {found}", RuntimeWarning, stacklevel=3)
-        return finite

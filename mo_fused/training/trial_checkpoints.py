@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,11 @@ class TrialCheckpoints(Checkpoints):
                 except OSError:
                     break
 
-    def save(self, state: Mapping[str, Any], best_step: int | None = None) -> Path:
+    def save(self, state: Mapping[str, Any], best_step: int | None = None, abandoned: Sequence[int] = ()) -> Path:
         path = self.path(int(state["step"]))
         try:
             begun = time.perf_counter()
-            super().save(state, best_step)
+            super().save(state, best_step, abandoned)
             self.seconds = time.perf_counter() - begun
             self.bytes = path.stat().st_size
             difference = first_difference(dict(state), load_checkpoint(path))
