@@ -214,6 +214,11 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def is_cuda(device: torch.device) -> bool:
+    """Whether ``torch.cuda`` speaks of this device (NVIDIA's and AMD's)."""
+    return device.type == "cuda"
+
+
 def is_meta(tensor: Tensor) -> bool:
     """Whether the tensor has no data."""
     return tensor.device.type == "meta"

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mo_fused.dispatch import is_cuda
+
 
 class Deferred:
     """A copy to the host of some 0-dim tensors, which :meth:`read` waits for.
@@ -25,7 +27,7 @@ class Deferred:
             self._host = torch.empty(0, dtype=torch.float64)
             return
         together = torch.stack([value.detach().reshape(()).double() for value in values.values()])
-        if together.device.type == "cuda":
+        if is_cuda(together.device):
             self._host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
             self._host.copy_(together, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mo_fused.dispatch import is_cuda
 from mo_fused.errors import bad_option
 from mo_fused.training import findings
 from mo_fused.training.findings import Finding
@@ -90,7 +91,7 @@ def preflight(
         start = stack.enter_context(StartWatch(trainer, classes))
         reset_peak(trainer.device)
         done = trainer.fit(loader, begun_at + steps) - begun_at
-        device_memory = peak_memory(trainer.device) if trainer.device.type == "cuda" else None
+        device_memory = peak_memory(trainer.device) if is_cuda(trainer.device) else None
         measured = [info["measured"].get("skipped", False) for info in watch.infos]
         skipped = [step for step, one in enumerate(measured, 1) if bool(one)]
         losses = watch.losses

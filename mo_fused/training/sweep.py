@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mo_fused.dispatch import is_cuda
 from mo_fused.errors import bad_option
 from mo_fused.training.errors import bad_input
 from mo_fused.training.snapshot import kept_state
@@ -96,7 +97,7 @@ def sweep(
     if not isolate:
         with kept_state(trainer, *(() if loader is None else (loader,))):
             return Sweep(tuple(_row(one, run_setting(parts, one)) for one in settings))
-    if trainer.device.type == "cuda":
+    if is_cuda(trainer.device):
         torch.cuda.empty_cache()  # what is cached here would be missing there
     with tempfile.TemporaryDirectory(prefix="mo_fused-sweep-") as folder:
         path = Path(folder) / "parts.pickle"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mo_fused.dispatch import is_cuda
 from mo_fused.training.deferred import Deferred
 
 WARM_UP = 3
@@ -88,7 +89,7 @@ class Watch:
 
 def reset_peak(device: torch.device) -> None:
     """Begin to measure peak memory anew: of the device, or of this process on the host where Linux allows it."""
-    if device.type == "cuda":
+    if is_cuda(device):
         torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError):  # then the peak is that of the process's whole life
@@ -97,7 +98,7 @@ def reset_peak(device: torch.device) -> None:
 
 def peak_memory(device: torch.device) -> int:
     """Bytes: what tensors on the CUDA device took at most, or what this process had in memory at most (VmHWM)."""
-    return int(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else host_peak()
+    return int(torch.cuda.max_memory_allocated(device)) if is_cuda(device) else host_peak()
 
 
 def host_peak() -> int:
