@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+from mo_fused.distributed import shards
 
 
 class Processes:
@@ -23,7 +24,7 @@ class Processes:
     def __init__(self, model: nn.Module) -> None:
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._fsdp: Any = model if hasattr(model, "set_requires_gradient_sync") else None
-        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self.sharded = any(shards.is_dtensor(parameter) for parameter in model.parameters())
         """Whether parameters are DTensors: no process has the whole model."""
         self.group = self._ddp.process_group if self._ddp is not None else None
         together = self._ddp is not None or self._fsdp is not None
