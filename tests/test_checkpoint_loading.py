@@ -22,6 +22,7 @@ from trainer_cases import assert_same, class_loss, falling, frozen, model_of, pa
 import mo_fused
 from mo_fused.training.checkpoints import FORMAT_VERSION, load_checkpoint
 from mo_fused.training.errors import InputError
+from mo_fused.training.schedules import inverse_sqrt, warmup_cosine
 from mo_fused.training.trainer import Trainer
 
 pytestmark = pytest.mark.cpu_only(reason="files, on the host alone")
@@ -315,6 +316,45 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path, kind: str, ours: bool
         trainer.load_state_dict(state)
     assert_same(trainer.state_dict(), before)
     assert trainer.fit(loader, 4) == 4
+
+
+SCHEDULES: dict[str, Any] = {
+    "cosine": lambda optimizer: warmup_cosine(optimizer, 20),
+    "inverse_sqrt": lambda optimizer: inverse_sqrt(optimizer, 3),
+    "torch": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+    "functions": falling,
+}
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "said"),
+    [
+        (
+            "cosine",
+            "inverse_sqrt",
+            "a schedule with warmup_steps in 1 groups; found that of one with total_st",
+        ),
+        ("inverse_sqrt", "cosine", "found that of one with warmup_steps in 1 groups; build the schedule of that run"),
+        ("torch", "cosine", "found that of one with no lr_lambdas; build the schedule"),
+        ("functions", "cosine", None),
+    ],
+)
+def test_the_schedule_has_to_be_of_the_kind_that_was_saved(saved_by: str, loaded_by: str, said: str | None) -> None:
+    def trainer(name: str) -> Trainer:
+        model = model_of(0 if name == saved_by else 5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        return Trainer(model, optimizer, class_loss, schedule=SCHEDULES[name](optimizer))
+
+    first, second = trainer(saved_by), trainer(loaded_by)
+    first.fit(padded_batches([4, 4, 4]), 3)
+    before = frozen(second.state_dict())
+    if said is not None:
+        with pytest.raises(InputError, match=said):
+            second.load_state_dict(first.state_dict())
+        assert_same(second.state_dict(), before)
+    else:
+        second.load_state_dict(first.state_dict())
+        assert second.schedule is not None and second.schedule.last_epoch == 3
 
 
 def test_another_order_of_parameters_changes_nothing() -> None:

@@ -133,6 +133,12 @@ def test_options_of_the_optimizer_arrive() -> None:
     text = replace(TEXT, betas=(0.1, 0.2), eps=0.3).build_optimizer(model(), skip_nonfinite=True, eps=0.25)
     assert (text.defaults["betas"], text.defaults["eps"]) == ((0.1, 0.2), 0.25)
     assert (text.defaults["max_grad_norm"], text.defaults["skip_nonfinite"]) == (1.0, True)
+    clicks = RECOMMENDATION.build_optimizer(model(), lr=2.0, weight_decay=0.5)
+    assert sorted({(group["lr"], group["weight_decay"]) for group in clicks.param_groups}) == [
+        (pytest.approx(0.6), 0.5),
+        (2.0, 0.0),
+        (2.0, 0.5),
+    ]
     with pytest.raises(ValueError, match="library to be one of mo_fused, torch; found 'jax'"):
         TEXT.build_optimizer(model(), "jax")
 

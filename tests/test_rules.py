@@ -127,6 +127,11 @@ def test_other_errors() -> None:
     for wrong in ({"lr_factor": -1.0}, {"lr_factor": float("nan")}, {"weight_decay": -0.1}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} to be a finite number of 0 or more"):
             Rule(**wrong)  # type: ignore[arg-type]
+    for wrong in ({"lr_factor": "2"}, {"lr_factor": None}, {"min_dims": "1"}, {"pattern": None}, {"clip": "no"}):
+        with pytest.raises(ValueError, match=f"expected {next(iter(wrong))} to be .*; found .*; (give|write) "):
+            Rule(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expected lr to be a finite number of 0 or more; found '1'"):
+        param_groups(Small(), [], lr="1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lr to be"):
         param_groups(Small(), [], lr=-1.0)
     with pytest.raises(ValueError, match="3 of which none does"):

@@ -287,6 +287,8 @@ def test_the_rates_reach_the_weights(name: str) -> None:
         *((name, {"total_steps": 5, "warmup_steps": 6}, "warmup_steps to be . to total_steps") for name in SHAPES),
         *((name, {"total_steps": 5, "warmup_steps": 0.1}, "warmup_steps to be a whole number") for name in SHAPES),
         ("warmup_linear", {"total_steps": 5, "min_ratio": math.nan}, "min_ratio"),
+        ("warmup_linear", {"total_steps": 5, "min_ratio": None}, "min_ratio to be 0 to 1"),
+        ("warmup_linear", {"total_steps": 5, "min_ratio": "0.1"}, "min_ratio to be 0 to 1"),
         ("warmup_stable_decay", {"total_steps": 5, "warmup_steps": 2, "decay_steps": 4}, "decay_steps"),
         ("warmup_stable_decay", {"total_steps": 5, "decay_steps": -1}, "decay_steps"),
         ("warmup_stable_decay", {"total_steps": 5, "shape": "cosine"}, "shape"),

@@ -165,7 +165,9 @@ def test_more_steps_keep_the_schedule(tmp_path: Path, capsys: pytest.CaptureFixt
     run(config("vision", tmp_path / "r"))
     result = run(config("vision", tmp_path / "r", steps=15))
     assert result.steps_done == 15
-    assert "resumed with steps: 12 -> 15" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "resumed with steps: 12 -> 15" in said
+    assert "the schedule was made for 12 steps: after them the rate stays at its last" in said
     rates = [row["lr"] for row in rows(tmp_path / "r")]
     assert rates[12:] == [rates[11]] * 3, "the rate stays at the minimum of the schedule that the run began with"
     assert yaml.safe_load((tmp_path / "r" / "config.yaml").read_text())["steps"] == 15
@@ -177,6 +179,16 @@ def test_other_settings_are_another_run(changes: dict[str, Any], tmp_path: Path)
     before = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()}
     with pytest.raises(InputError, match=f"the settings of the run that is resumed.*{next(iter(changes))}: "):
         run(config("lm", tmp_path / "r", **changes))
+    assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()} == before
+
+
+def test_a_refused_checkpoint_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+    run(config("lm", tmp_path / "r"))
+    for path in (tmp_path / "r" / "checkpoints").iterdir():
+        path.write_bytes(b"something else")
+    before = {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    with pytest.warns(RuntimeWarning), pytest.raises(InputError, match="at least one that can be read"):
+        run(config("lm", tmp_path / "r", steps=15))
     assert {path: path.read_bytes() for path in (tmp_path / "r").rglob("*") if path.is_file()} == before
 
 

@@ -37,4 +37,4 @@ NOT_NEGATIVE = _number("a finite number of 0 or more", lambda v: 0 <= v < math.i
 SHARE = _number("a number from 0 to 1", lambda v: 0 <= v <= 1)
 BELOW_ONE = _number("a number from 0 to below 1", lambda v: 0 <= v < 1)
 FLAG = Allowed("true or false", bool, lambda v: isinstance(v, bool))
-TEXT = Allowed("a text that is not empty", str, lambda v: isinstance(v, str) and v != "")
+TEXT = Allowed("a text that is not empty", str, lambda v: isinstance(v, str) and v != "" and "\0" not in v)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mo_fused.training.atomic import write_atomically
+from mo_fused.training.config import TrainConfig
 from mo_fused.training.config_file import read_yaml
 from mo_fused.training.errors import InputError, bad_input
 from mo_fused.training.run_folder import RunFolder
@@ -18,6 +20,10 @@ Change = dict[str, Any]
 
 RESUMABLE = ("steps", "device", "validate_every", "checkpoint_every", "keep_checkpoints", "profile")
 """What may change when a run is resumed: it changes no step that was done. ``steps`` may only grow."""
+
+
+DERIVED = ("warmup_steps", "min_lr_ratio")
+"""Settings whose default depends on other settings."""
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
@@ -41,7 +47,7 @@ def resume_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
     Raises:
         InputError: something else differs, or ``steps`` is smaller; all of it is listed.
     """
-    changes = compare(old, new)
+    changes = _chosen(compare(old, new), old, new)
     refused = [change for change in changes if not _may_change(change)]
     if refused:
         raise bad_input(
@@ -51,6 +57,13 @@ def resume_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
             remedy="give the same command again, or --resume with this folder alone, or name a new folder",
         )
     return changes
+
+
+def check_changes(folder: RunFolder, settings: Mapping[str, Any]) -> None:
+    """Raises InputError where :func:`record_changes` would; writes nothing."""
+    own = folder.read_config() if folder.resumed else None
+    if own is not None:
+        resume_changes(own, settings)
 
 
 def record_changes(folder: RunFolder, settings: Mapping[str, Any]) -> list[str]:
@@ -76,7 +89,7 @@ def record_changes(folder: RunFolder, settings: Mapping[str, Any]) -> list[str]:
     else:
         earlier = _newest_earlier(folder.path.resolve(), settings.get("task"))
         against = earlier[0] if earlier else None
-        changes = compare(earlier[1], settings) if earlier else []
+        changes = _chosen(compare(earlier[1], settings), earlier[1], settings) if earlier else []
     record = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "against": against, "changes": changes}
     path = folder.path / "changes.jsonl"
     content = path.read_bytes() if path.exists() else b""
@@ -100,6 +113,26 @@ def _report(changes: list[Change], against: str, *, resumed: bool) -> list[str]:
 def _shown(change: Change) -> str:
     before, after = ("none" if change[name] is None else change[name] for name in ("before", "after"))
     return f"{change['key']}: {before} -> {after}"
+
+
+def _chosen(changes: list[Change], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Without what follows from the other settings on both sides: the warm-up of a run that is too short for its own,
+    for instance. One that was given counts, also if it is what would have followed."""
+    if len(changes) < 2:
+        return changes
+    return [c for c in changes if not (_follows(c["key"], before) and _follows(c["key"], after))]
+
+
+def _follows(key: str, config: Mapping[str, Any]) -> bool:
+    """Whether the setting is what its config would have without it, and another setting decides that."""
+    names = {field.name for field in fields(TrainConfig)}
+    if key not in DERIVED:
+        return False
+    try:
+        usual = TrainConfig(**{name: value for name, value in config.items() if name in names and name != key})
+    except (InputError, TypeError):
+        return False
+    return bool(getattr(usual, key) == config.get(key))
 
 
 def _may_change(change: Change) -> bool:

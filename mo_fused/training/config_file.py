@@ -119,6 +119,7 @@ def read_yaml(path: str | Path) -> dict[Any, Any]:
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        problem = re.sub("^(but )?found ", "", problem)  # the message has that word already
         raise refuse(f"{problem}{line}", "correct the file") from error
     if content is None:
         raise refuse("an empty file")

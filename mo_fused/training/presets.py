@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -98,8 +98,6 @@ class Preset:
         Returns:
             ``ParamGroups``: groups for any torch optimizer, which ``print`` shows as a table.
         """
-        from dataclasses import replace
-
         from mo_fused.training.rules import NO_DECAY, embedding_rule, param_groups
 
         rules = [*NO_DECAY]
@@ -116,14 +114,16 @@ class Preset:
             model: the module to be trained, on its device.
             library: "mo_fused", whose step clips by ``max_grad_norm`` too, or "torch", whose optimizers do not clip:
                 the loop has to, and its ``clip_grad_norm_`` knows nothing of groups with ``"clip": False``.
-            options: of the class, over the preset's.
+            options: of the class, over the preset's; ``lr`` and ``weight_decay`` are those of the groups.
 
         Raises:
             ValueError: no such library, or the class refuses an option.
         """
         if library not in LIBRARIES:
             raise bad_option("library", f"one of {', '.join(LIBRARIES)}", library, "name one of these")
-        own: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
+        # The groups have both, and what a group has wins over the optimizer's default.
+        own: dict[str, Any] = {name: options.pop(name, getattr(self, name)) for name in ("lr", "weight_decay")}
+        groups = replace(self, **own).groups(model)
         if self.optimizer == "AdamW":
             own.update(betas=tuple(self.betas), eps=self.eps)
         else:
@@ -131,7 +131,7 @@ class Preset:
         if library == "mo_fused":
             own["max_grad_norm"] = self.max_grad_norm
         home = import_module("mo_fused" if library == "mo_fused" else "torch.optim")
-        optimizer: Optimizer = getattr(home, self.optimizer)(self.groups(model), **{**own, **options})
+        optimizer: Optimizer = getattr(home, self.optimizer)(groups, **{**own, **options})
         return optimizer
 
     def build_schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:

@@ -46,6 +46,8 @@ class Parts:
         saved = state.get("optimizer_state_dict")
         if saved is not None:
             _check_optimizer(self.optimizer, saved)
+        if self.schedule is not None and state.get("scheduler_state_dict"):
+            _check_schedule(self.schedule, state["scheduler_state_dict"])
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load every part that is there; returns a line for each missing one: what starts anew."""
@@ -94,6 +96,29 @@ def _check_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
             found=", ".join(faults[:3]) + more,
             remedy="build the model with the settings of that run (the checkpoint's config)",
         )
+
+
+def _check_schedule(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
+    """``LambdaLR`` fails without shapes, and a shape would mix its own numbers with those of another kind.
+
+    Shapes that are functions are not saved (None): such a schedule keeps its own.
+    """
+    own, found = schedule.state_dict().get("lr_lambdas"), saved.get("lr_lambdas")
+    if own is None:
+        return
+    fits = isinstance(found, list) and len(found) == len(own)
+    if not fits or any(ours and theirs and ours.keys() != theirs.keys() for ours, theirs in zip(own, found or ())):
+        raise bad_input(
+            "checkpoint",
+            expected=f"the state of a schedule with {_shown(own)}",
+            found=f"that of one with {_shown(found) if isinstance(found, list) else 'no lr_lambdas'}",
+            remedy="build the schedule of that run, or leave scheduler_state_dict out to begin it anew",
+        )
+
+
+def _shown(shapes: list[dict[str, Any] | None]) -> str:
+    names = ", ".join(dict.fromkeys(name for shape in shapes for name in shape or ())) or "functions"
+    return f"{names} in {len(shapes)} groups"
 
 
 def _check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

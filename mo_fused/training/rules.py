@@ -18,8 +18,8 @@ from mo_fused.training.param_table import ParamGroups
 _NORM_NAME = re.compile(r"Norm(\dd)?$")
 
 
-def _not_negative(name: str, value: float) -> None:
-    if not 0.0 <= value < math.inf:
+def _not_negative(name: str, value: Any) -> None:
+    if isinstance(value, str) or value is None or not 0.0 <= value < math.inf:
         raise bad_option(name, "a finite number of 0 or more", value, f"give {name} such a value")
 
 
@@ -55,6 +55,14 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.types, tuple) or not all(isinstance(t, (type, str)) for t in self.types):
             raise bad_option("types", "a tuple of classes or class names", self.types, "write types=(nn.Embedding,)")
+        if not isinstance(self.pattern, str):
+            raise bad_option("pattern", "a shell pattern on names", self.pattern, 'write a text such as "blocks.*"')
+        for name in ("min_dims", "max_dims"):
+            value = getattr(self, name)
+            if value is not None and type(value) is not int:
+                raise bad_option(name, "a whole number or None", value, "give a number of dimensions")
+        if self.clip not in (True, False, None):
+            raise bad_option("clip", "True, False or None", self.clip, "write clip=False to leave out of the clipping")
         _not_negative("lr_factor", self.lr_factor)
         if self.weight_decay is not None:
             _not_negative("weight_decay", self.weight_decay)
@@ -117,7 +125,7 @@ def param_groups(
     for rule in rules:
         if not isinstance(rule, Rule):
             raise bad_option("rules", "Rule objects", rule, "write [*NO_DECAY, Rule(...)], lists of rules unpacked")
-    _not_negative("lr", float(lr))
+    _not_negative("lr", lr)
     _not_negative("weight_decay", weight_decay)
 
     parts: dict[tuple[float, float, bool | None], list[tuple[str, Tensor]]] = {}

@@ -71,8 +71,8 @@ class RunFolder:
     Args:
         task: names the default folder, ``runs/<task>-<time>``.
         path: the folder to use; ``None`` makes the default one. It may exist if it is empty.
-        resume: it may also hold an earlier run, however that ended, and nothing else. What a killed process has left
-            unfinished (hidden ``.part`` files) is removed then.
+        resume: it may also hold an earlier run, however that ended. What a killed process has left unfinished (hidden
+            ``.part`` files) is removed then.
 
     Attributes:
         path: the folder.
@@ -220,14 +220,15 @@ def _named_folder(path: Path, resume: bool) -> Path:
         names = {entry.name for entry in path.iterdir()}
         run = {"config.yaml", "metrics.jsonl"} & names
         others = sorted(name for name in names - {*_FILES, *_FOLDERS} if not _is_part(name))
-        if not names or (resume and run and not others):
+        # Half a run (killed as it began) could also be somebody's own config: only with nothing else around it.
+        if not names or (resume and (len(run) == 2 or (run and not others))):
             return path
         if run and not resume:
             found = "an earlier run"
         else:
             found = f"a folder with other contents ({', '.join((others or sorted(names))[:3])})"
             remedy = "name another folder, or move what does not belong to a run out of this one"
-    expected = "a new or empty folder" + (", or an earlier run and nothing else" if resume else "")
+    expected = "a new or empty folder" + (", or that of an earlier run" if resume else "")
     raise bad_input(f"--run-dir {path}", expected=expected, found=found, remedy=remedy)
 
 

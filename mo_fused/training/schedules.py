@@ -181,7 +181,7 @@ def _whole(name: str, value: Any) -> int:
         raise bad_option(name, "a whole number", value, "give a number of steps, not a share of them") from None
 
 
-def _ratio(min_ratio: float) -> float:
-    if not 0.0 <= min_ratio <= 1.0:
+def _ratio(min_ratio: Any) -> float:
+    if isinstance(min_ratio, str) or min_ratio is None or not 0.0 <= min_ratio <= 1.0:
         raise bad_option("min_ratio", "0 to 1", min_ratio, "give the last rate as a share of the peak")
     return float(min_ratio)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mo_fused import __version__
-from mo_fused.training.changes import record_changes
+from mo_fused.training.changes import check_changes, record_changes
 from mo_fused.training.checkpoints import Checkpoints
 from mo_fused.training.config import TrainConfig
 from mo_fused.training.deferred import Deferred
@@ -180,11 +180,12 @@ def run(config: TrainConfig) -> RunResult:
     bar = tqdm(total=config.steps, desc=config.task, unit="step", mininterval=pace, dynamic_ncols=True, delay=0)
     try:
         settings = {**asdict(config), "device": str(device), "run_dir": str(folder.path), **_facts(task)}
-        changed = record_changes(folder, settings)
-        folder.write_config(settings)
+        check_changes(folder, settings)
         log = _Log(folder, bar, task, config)
         trainer = _trainer(config, task, optimizer, schedule, log, folder)
-        source = trainer.resume() if folder.resumed else None
+        source = trainer.resume() if folder.resumed else None  # before anything is written: it may refuse
+        changed = record_changes(folder, settings)
+        folder.write_config(settings)
         if folder.resumed:
             folder.cut_metrics(trainer.step)
             log.take_up(folder.read_metrics())
@@ -194,6 +195,8 @@ def run(config: TrainConfig) -> RunResult:
         print("\n".join([f"run folder {folder.path}", *changed]))
         if source is not None:
             print(f"resumed at step {trainer.step} from {source}")
+            if trainer.step < config.steps and (ended := _schedule_end(schedule)) < config.steps:
+                print(f"the schedule was made for {ended} steps: after them the rate stays at its last")
         sys.stdout.flush()
         started, before = time.perf_counter(), trainer.step
         bar.update(before)  # steps of earlier processes
@@ -254,6 +257,11 @@ def _trainer(
     )
     log.trainer = trainer
     return trainer
+
+
+def _schedule_end(schedule: LRScheduler) -> float:
+    """Steps that the schedule has been made for; infinity for one without an end."""
+    return min(getattr(shape, "total_steps", math.inf) for shape in getattr(schedule, "lr_lambdas", [None]))
 
 
 def _per_step(config: TrainConfig, task: Task) -> str:
