@@ -335,7 +335,7 @@ SCHEDULES: dict[str, Any] = {
             "a schedule with warmup_steps in 1 groups; found that of one with total_st",
         ),
         ("inverse_sqrt", "cosine", "found that of one with warmup_steps in 1 groups; build the schedule of that run"),
-        ("torch", "cosine", "found that of one with no lr_lambdas; build the schedule"),
+        ("torch", "cosine", "found that of a schedule with T_max, eta_min; build the schedule"),
         ("functions", "cosine", None),
     ],
 )

@@ -60,6 +60,7 @@ def test_a_folder_with_other_contents_is_left_alone(tmp_path: Path) -> None:
     earlier_run(tmp_path / "r")
     with pytest.raises(InputError, match="expected a new or empty folder; found an earlier run"):
         RunFolder("lm", tmp_path / "r")
+    (tmp_path / "r" / "metrics.jsonl").unlink()  # a config alone may be somebody's own
     (tmp_path / "r" / "thesis.txt").write_text("do not lose")
     (tmp_path / "r" / ".x.part").write_text("")
     (tmp_path / "other" / "checkpoints").mkdir(parents=True)
@@ -69,15 +70,22 @@ def test_a_folder_with_other_contents_is_left_alone(tmp_path: Path) -> None:
         ("other", r"a folder with other contents \(checkpoints\)"),
         ("file", "a file"),
     ):
-        with pytest.raises(InputError, match=rf"empty folder, or an earlier run and nothing else; found {found}"):
+        with pytest.raises(InputError, match=rf"empty folder, or that of an earlier run; found {found}"):
             RunFolder("lm", tmp_path / name, resume=True)
     assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [
         ".x.part",
         "config.yaml",
-        "metrics.jsonl",
         "thesis.txt",
     ]
     assert [p.name for p in (tmp_path / "other").iterdir()] == ["checkpoints"]
+
+
+def test_other_files_beside_a_run_do_no_harm(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    (tmp_path / "notes.txt").write_text("do not lose")
+    folder = RunFolder("lm", tmp_path, resume=True)
+    folder.close()
+    assert folder.resumed and (tmp_path / "notes.txt").read_text() == "do not lose"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from mo_fused.errors import message
 from mo_fused.training.errors import bad_input
@@ -27,6 +27,10 @@ class Feed:
     generator between batches, or from one that is not its attribute ``generator``, needs a loader with a state of its
     own, and so do random numbers drawn in workers that stay from epoch to epoch (``persistent_workers``).
 
+    After an error while batches were drawn (Ctrl-C, a file that could not be read) the next :meth:`take` draws them
+    once more: from the same place in the same epoch, and without losing those drawn before the error. A loader with a
+    state of its own goes on where that says, and an iterator cannot be begun again.
+
     ``set_epoch`` is called, where it exists, on the loader, its sampler, its batch sampler and its dataset.
 
     Args:
@@ -35,6 +39,9 @@ class Feed:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         given: Any = loader
+        if isinstance(loader, Dataset) and not hasattr(loader, "__iter__"):
+            remedy = "wrap it: DataLoader(dataset, batch_size=...)"
+            raise TypeError(f"loader: {message('batches', f'single samples ({type(loader).__name__})', remedy)}")
         if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
             remedy = "give a DataLoader, a list of batches, or anything else with __iter__"
             raise TypeError(f"loader: {message('batches to iterate over', type(loader).__name__, remedy)}")
@@ -45,6 +52,8 @@ class Feed:
         self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         self._iterator: Iterator[Any] | None = None
         self._begun: dict[str, Any] | None = None
+        self._broken = False
+        """Whether the last draw ended in an error, after which an iterator may have lost batches or give no more."""
 
     def take(self, count: int) -> list[Any]:
         """The next ``count`` batches; fewer, but at least one, where the epoch ends before.
@@ -52,6 +61,10 @@ class Feed:
         Raises:
             InputError: the loader gave no batch in a whole epoch.
         """
+        if self._broken:
+            self._broken = False
+            with kept_rng():
+                self.load_state_dict(self.state_dict())
         taken: list[Any] = []
         while not taken:
             fresh = self._iterator is None
@@ -62,6 +75,9 @@ class Feed:
                 except StopIteration:
                     self._end()
                     break
+                except BaseException:
+                    self._step_back(len(taken))
+                    raise
                 self.batches += 1
             if not taken and fresh:
                 raise bad_input(
@@ -148,6 +164,20 @@ class Feed:
         self.batches = 0
         self._iterator = iter(self.loader)
         return self._iterator
+
+    def _step_back(self, taken: int) -> None:
+        """To the place before the ``taken`` batches, which nobody has got, as far as the loader allows."""
+        if isinstance(self.loader, Iterator):
+            return
+        if self._stateful or self._begun is None:
+            self._broken = self._stateful
+        elif self.batches > taken:
+            self.batches -= taken
+            self._broken = True
+        else:  # of the first draw in this epoch: since its beginning nobody else has drawn random numbers
+            set_rng_state(self._begun["rng"])
+            _set_generators(self.loader, self._begun["generators"])
+            self.batches, self._iterator, self._begun = 0, None, None
 
     def _look_for_the_end(self, iterator: Iterator[Any]) -> None:
         """After as many batches as the length says: a place that is saved now should say that the epoch is over."""

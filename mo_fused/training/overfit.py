@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import UserDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -121,6 +123,10 @@ def cut(batch: Any, size: int, wanted: int) -> Any:
     """The first ``wanted`` samples of a batch of ``size``: of all tensors and lists whose length that is."""
     if isinstance(batch, Tensor):
         return batch[:wanted] if batch.dim() and batch.shape[0] == size else batch
+    if isinstance(batch, UserDict):  # transformers' BatchEncoding: its entries are attributes too
+        kept = copy.copy(batch)
+        kept.update({key: cut(value, size, wanted) for key, value in batch.items()})
+        return kept
     if isinstance(batch, Mapping):
         return {key: cut(value, size, wanted) for key, value in batch.items()}
     if isinstance(batch, tuple):

@@ -104,7 +104,7 @@ def count_targets(batch: Any, ignore_index: int = IGNORE) -> int:
     first = next(_tensors(batch), None)
     if first is None:
         found = type(batch).__name__
-        raise TypeError(message("a batch with tensors in it", found, "count the targets in a function of your own"))
+        raise TypeError(message("a batch with tensors in it", found, "make tensors of it (collate_fn), or give count="))
     return first.shape[0] if first.dim() else 1
 
 

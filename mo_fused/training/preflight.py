@@ -138,7 +138,7 @@ def _timed_validation(trainer: Trainer, watch: Watch) -> list[float]:
 
     def timed() -> Mapping[str, float]:
         begun = time.perf_counter()
-        values = {name: float(value) for name, value in validate().items()}
+        values = validate()
         seconds.append(time.perf_counter() - begun)
         watch.aside += seconds[-1]
         return values

@@ -22,6 +22,7 @@ class Processes:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        model = _uncompiled(model)
         self._ddp = model if isinstance(model, DistributedDataParallel) else None
         self._fsdp: Any = model if hasattr(model, "set_requires_gradient_sync") else None
         self.sharded = any(shards.is_dtensor(parameter) for parameter in model.parameters())
@@ -30,8 +31,8 @@ class Processes:
         together = self._ddp is not None or self._fsdp is not None
         self.count = dist.get_world_size(self.group) if together else 1
         self.rank = dist.get_rank(self.group) if together else 0
-        self.module: nn.Module = self._ddp.module if self._ddp is not None else model
-        """The model without the wrapper: its state_dict is the same in one process."""
+        self.module: nn.Module = _uncompiled(self._ddp.module) if self._ddp is not None else model
+        """The model without wrappers (``torch.compile``'s too): its state_dict is the same in one process."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Gradients of the backward passes inside add up on each process alone."""
@@ -66,6 +67,12 @@ class Processes:
     def from_first(self, value: Any) -> Any:
         """The first process's ``value`` on all of them."""
         return self.gather(value)[0]
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` was called with: the module it returns has the same parameters by other names."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,14 @@ class Parts:
             _check_optimizer(self.optimizer, saved)
         if self.schedule is not None and state.get("scheduler_state_dict"):
             _check_schedule(self.schedule, state["scheduler_state_dict"])
+            _check_shapes(self.schedule, state["scheduler_state_dict"])
+        try:
+            operator.index(0 if state.get("step") is None else state["step"])
+        except TypeError:
+            remedy = "give the number of optimizer steps done, or leave it out"
+            raise bad_input(
+                "checkpoint", expected="step as a whole number", found=repr(state["step"]), remedy=remedy
+            ) from None
 
     def load(self, state: Mapping[str, Any]) -> list[str]:
         """Load every part that is there; returns a line for each missing one: what starts anew."""
@@ -98,7 +107,7 @@ def _check_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
         )
 
 
-def _check_schedule(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
+def _check_shapes(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
     """``LambdaLR`` fails without shapes, and a shape would mix its own numbers with those of another kind.
 
     Shapes that are functions are not saved (None): such a schedule keeps its own.
@@ -140,4 +149,16 @@ def _check_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             expected=f"the state of {type(optimizer).__name__}",
             found=f"that of an optimizer with {', '.join(sorted(known - wanted)[:3])}",
             remedy="build the optimizer of that run, or leave optimizer_state_dict out to begin with new moments",
+        )
+
+
+def _check_schedule(schedule: LRScheduler, saved: Mapping[str, Any]) -> None:
+    own = set(schedule.state_dict())
+    more = sorted(set(saved) - own, key=lambda name: (name.startswith("_"), name))
+    if own - set(saved) and more:  # as above
+        raise bad_input(
+            "checkpoint",
+            expected=f"the state of {type(schedule).__name__}",
+            found=f"that of a schedule with {', '.join(more[:3])}",
+            remedy="build the schedule of that run, or leave scheduler_state_dict out to begin at its first step",
         )

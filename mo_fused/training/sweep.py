@@ -114,7 +114,11 @@ def _check(
     limit: float,
 ) -> None:
     for name, numbers in (("batch_sizes", batch_sizes), ("accumulate", accumulate), ("steps", [steps])):
-        if not numbers or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in numbers):
+        if (
+            isinstance(numbers, (int, str))
+            or not numbers
+            or any(isinstance(one, bool) or not isinstance(one, int) or one < 1 for one in numbers)
+        ):
             raise bad_option(name, "whole numbers, 1 or more", numbers, "give at least one")
     if not recompute or isinstance(recompute, str):
         raise bad_option("recompute", "a list of patterns and None", recompute, "give (None,) to recompute nothing")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from mo_fused.errors import bad_option, message
 from mo_fused.optim.base import FusedOptimizer
@@ -23,6 +23,7 @@ from mo_fused.training.precision import Precision
 from mo_fused.training.processes import Processes, device_of
 from mo_fused.training.restoring import own_entry
 from mo_fused.training.rng import kept_rng, set_rng_state
+from mo_fused.training.trainer_checks import check_folder, check_held, check_parts, check_steps
 from mo_fused.training.trainer_saving import TrainerSaving
 from mo_fused.training.trainer_step import LossFn, StepMonitor
 from mo_fused.training.trials import Trials
@@ -65,9 +66,10 @@ class Trainer(TrainerSaving, Trials):
         config: plain values that checkpoints carry along.
 
     Raises:
-        InputError: with ``checkpoints``, values that a checkpoint could be written with and not read again.
-        ValueError: a value outside its range, ``max_grad_norm`` for an optimizer that clips, a schedule of another
-            optimizer.
+        InputError: with ``checkpoints``, values that a checkpoint could be written with and not read again, or
+            parameters of the optimizer that are not the model's, which no checkpoint would hold.
+        ValueError: a value outside its range or of another kind, ``max_grad_norm`` for an optimizer that clips, a
+            schedule of another optimizer, an optimizer that needs a closure (LBFGS).
     """
 
     def __init__(
@@ -92,12 +94,7 @@ class Trainer(TrainerSaving, Trials):
             raise bad_option("accumulate", "a whole number, 1 or more", accumulate, "give the number of batches a step")
         if not isinstance(validate_every, int) or validate_every < 0:
             raise bad_option("validate_every", "a whole number, 0 or more", validate_every, "give a number of steps")
-        if schedule is not None and schedule.optimizer is not optimizer:
-            expected = "a schedule of this optimizer"
-            raise bad_option("schedule", expected, "one of another", "build it from the optimizer that you pass")
-        if isinstance(schedule, ReduceLROnPlateau):
-            expected = "one that is stepped without a value"
-            raise bad_option("schedule", expected, "ReduceLROnPlateau", "step it yourself, in validate")
+        check_parts(model, optimizer, loss_fn, schedule, monitor)
         if max_grad_norm is not None:
             if not max_grad_norm > 0:
                 raise bad_option("max_grad_norm", "above 0 or None", max_grad_norm, "give the largest norm")
@@ -109,6 +106,8 @@ class Trainer(TrainerSaving, Trials):
         if checkpoints is not None and self._processes.sharded:
             expected = "None for a model of DTensors, which no process holds whole"
             raise bad_option("checkpoints", expected, str(checkpoints), "save it with torch.distributed.checkpoint")
+        if checkpoints is not None:
+            check_held(model, optimizer)
         if checkpoints is not None:  # better now than when the first one is written
             plain(dict(config or {}), "config")
             for group in optimizer.param_groups:
@@ -155,10 +154,15 @@ class Trainer(TrainerSaving, Trials):
             The number of steps done in all; fewer than asked for after :meth:`stop`.
 
         Raises:
-            InputError: the loader is empty, or is not the one that the resumed run began with.
+            InputError: the loader is empty, or is not the one that the resumed run began with; the folder of
+                ``checkpoints`` holds those of another run.
+            ValueError: ``steps`` is no whole number, or more than the schedule has.
             TypeError: ``loss_fn`` returned something else than a 0-dim tensor.
             OSError: the last checkpoint could not be written.
         """
+        check_steps(steps, self.step, self.optimizer, self.schedule)
+        if self.checkpoints is not None and self.step == 0 and self._saved is None:
+            check_folder(self.checkpoints, self._processes)
         feed = self._open(loader)
         self._loader = loader
         self._stop_asked, self._stop_words = False, []
@@ -236,12 +240,17 @@ class Trainer(TrainerSaving, Trials):
         modes = [(module, module.training) for module in self.model.modules()]
         with kept_rng():
             values: Any = self.validate()
+        self.optimizer.zero_grad()  # of a validation that calls backward: they are no part of the next step
         for module, training in modes:
             module.training = training
         if not isinstance(values, Mapping):
             expected, remedy = "numbers by name, as a dict", 'return {"val_loss": ...}'
             raise TypeError(f"validate: {message(expected, type(values).__name__, remedy)}")
-        return {name: float(value) for name, value in values.items()}
+        try:
+            return {name: float(value) for name, value in values.items()}
+        except (TypeError, ValueError):
+            found = ", ".join(f"{name}: {type(value).__name__}" for name, value in values.items())
+            raise TypeError(f"validate: {message('numbers by name', found, 'return one number each')}") from None
 
     def _is_best(self, values: Mapping[str, float]) -> bool:
         if self.checkpoints is None:

@@ -136,10 +136,11 @@ class TrainerSaving(TrainerStep):
         """
         parts = Parts(self._processes.module, self.optimizer, self.schedule, self.precision.scaler)
         parts.check(state)
-        state = {key: state[key] for key in state if key not in ("data", "rng") or isinstance(state[key], list)}
+        state = {key: state[key] for key in state if key not in ("data", "rng") or _by_process(state[key])}
         lines = parts.load(state)
         self.step = int(state.get("step") or 0)
-        extra = state.get("trainer") or {}
+        extra: Any = state.get("trainer")
+        extra = extra if isinstance(extra, Mapping) else {}
         self._skipped = bool(extra.get("skipped", False))
         self._best = {"step": extra.get("best_step"), "value": extra.get("best_value")}
         self._feed = None
@@ -165,3 +166,8 @@ class TrainerSaving(TrainerStep):
             found = "the loss, a parameter or a buffer is not finite"
             warnings.warn(f"step {self.step}: no checkpoint was written: {found}", RuntimeWarning, stacklevel=3)
         return finite
+
+
+def _by_process(entries: Any) -> bool:
+    """Whether it is what a trainer saves of each process; by hand ``data`` and ``rng`` may be anything."""
+    return isinstance(entries, list) and all(entry is None or isinstance(entry, Mapping) for entry in entries)

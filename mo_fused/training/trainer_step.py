@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -35,7 +36,18 @@ def check_loss(loss: object) -> None:
         found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         found += " without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
         remedy = "return the mean over the batch's valid targets"
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            remedy = "look for detach(), no_grad() and a model whose parameters are all frozen"
         raise TypeError(f"loss_fn: {message('a 0-dim tensor to call backward on', found, remedy)}")
+
+
+def _whole(count: Any) -> int:
+    """A number of targets; a fraction would be cut to size, and the step be no longer that of one large batch."""
+    try:
+        return operator.index(count)
+    except TypeError:
+        found = repr(count)
+        raise TypeError(f"count: {message('a whole number of valid targets', found, 'return an int')}") from None
 
 
 class StepMonitor(Protocol):
@@ -83,6 +95,8 @@ class TrainerStep:
             measured = self._update()
         except BaseException:  # half a step's gradients must not count in the next one
             self.optimizer.zero_grad()
+            if self.precision.scaler is not None:  # unscaled already, it would refuse to do so again
+                self.precision.scaler._per_optimizer_states.clear()
             raise
         info: dict[str, Any] = {
             "epoch": self.epoch,
@@ -102,7 +116,7 @@ class TrainerStep:
         epoch, without = feed.epoch, 0
         while True:
             batches = feed.take(self.accumulate)
-            targets = [int(self.count(batch)) for batch in batches]
+            targets = [_whole(self.count(batch)) for batch in batches]
             kept = [i for i, count in enumerate(targets) if count > 0]
             if not kept and self._processes.count > 1:
                 kept = [0]  # the other processes wait for this one's backward pass
