@@ -239,11 +239,8 @@ def test_a_sound_run(tmp_path: Path) -> None:
         def step(self, loss: Tensor, batch_info: Mapping[str, Any]) -> None:
             told.append(batch_info)
 
-    def validate() -> dict[str, float]:
-        return {"val_loss": 1.0}
-
     folder = tmp_path / "run" / "checkpoints"
-    options: dict[str, Any] = dict(monitor=Log(), validate=validate, validate_every=10)
+    options: dict[str, Any] = dict(monitor=Log(), validate=lambda: {"val_loss": 1.0}, validate_every=10)
     trainer = trainer_of(checkpoints=Checkpoints(folder, every=20), **options)
     trainer.schedule = warmup_cosine(trainer.optimizer, 1000, 3)
     trainer.optimizer.param_groups[0]["initial_lr"] = 0.05
@@ -264,6 +261,10 @@ def test_a_sound_run(tmp_path: Path) -> None:
     assert report.host_memory > 50 << 20 and report.device_memory is None
     assert str(report).startswith("preflight, 50 steps: ready (0 problems") and "of the process" in str(report)
     assert list(tmp_path.iterdir()) == [], "nothing of the trial may stay"
+    trainer.validate, trainer.checkpoints, trainer.step = None, None, 990
+    report = trainer.preflight(shuffled(), steps=5)
+    assert report.total_seconds == pytest.approx(10 * (report.seconds_per_step or 0.0))
+    assert "for the 10 steps left of 1000" in report["time"].seen
 
 
 def test_values_that_are_not_finite() -> None:

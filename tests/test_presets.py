@@ -46,8 +46,11 @@ def test_the_values_of_the_presets() -> None:
     assert (TEXT.warmup_steps, TEXT.min_lr_ratio) == (None, 0.1)
     assert (TEXT.embedding_lr_factor, TEXT.clip_embeddings) == (1.0, True)
     assert (VISION.optimizer, VISION.lr, VISION.momentum, VISION.nesterov) == ("SGD", 0.1, 0.9, False)
-    assert (VISION.weight_decay, VISION.max_grad_norm) == (5e-4, None)
-    assert RECOMMENDATION.optimizer == "AdamW"
+    assert (VISION.weight_decay, VISION.max_grad_norm, VISION.min_lr_ratio) == (5e-4, None, 0.0)
+    assert (RECOMMENDATION.optimizer, RECOMMENDATION.lr, RECOMMENDATION.betas) == ("AdamW", 1e-3, (0.9, 0.999))
+    assert (RECOMMENDATION.weight_decay, RECOMMENDATION.max_grad_norm, RECOMMENDATION.min_lr_ratio) == (0.01, 1.0, 0.1)
+    for preset in PRESETS.values():
+        assert (preset.schedule, preset.warmup_steps) == ("warmup_cosine", None)
     assert (RECOMMENDATION.embedding_lr_factor, RECOMMENDATION.clip_embeddings) == (0.3, False)
 
 
@@ -203,3 +206,5 @@ def test_every_schedule_gets_the_presets_values(name: str) -> None:
     assert name != "warmup_constant" or found[6:] == [2.0] * 44
     with pytest.raises(ValueError, match="total_steps to be 1 or more; found 0"):
         preset.build_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0), 0)
+    with pytest.raises(ValueError, match=r"warmup_steps to be .* total_steps \(6\); found 7"):
+        preset.build_schedule(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0), 6)

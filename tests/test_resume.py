@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
-from trainer_cases import Log, Samples, assert_same, class_loss, model_of, simple
+from trainer_cases import Log, Samples, assert_same, class_loss, frozen, model_of, simple
 
 import mo_fused
 from mo_fused.training import warmup_cosine
@@ -218,3 +219,32 @@ def test_killed_at_any_moment(tmp_path: Path, run_python: Callable[..., Any]) ->
         assert names >= set(newest), "the last ones and the best"
         assert len(names - set(newest)) <= 1, "what the last save, killed, had left to do"
         assert (folder / "best.pt").exists(), "a link to a file that is there"
+
+
+def test_further_parts_are_kept(tmp_path: Path) -> None:
+    """Averaged weights go on from where they were; a file without them says so."""
+
+    def build() -> tuple[Trainer, Any, AveragedModel]:
+        trainer, loader = simple(tmp_path)
+        average = AveragedModel(trainer.model, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
+        trainer.monitor = Log(lambda _: average.update_parameters(trainer.model))
+        trainer.extra = {"average": average}
+        return trainer, loader, average
+
+    trainer, loader, whole = build()
+    trainer.fit(loader, 6)
+    want = frozen(whole.state_dict())
+    for path in tmp_path.iterdir():
+        path.unlink()
+    trainer, loader, _ = build()
+    trainer.fit(loader, 3)
+    trainer, loader, again = build()
+    trainer.resume()
+    trainer.fit(loader, 6)
+    assert_same(again.state_dict(), want)
+    bare = load_checkpoint(tmp_path / "step-00000006.pt")
+    del bare["extra"]
+    with pytest.warns(RuntimeWarning, match="the checkpoint has no extra 'average': it stays as it is"):
+        build()[0].load_state_dict(bare)
+    with pytest.raises(ValueError, match="extra to be objects with state_dict.*found 'a: int'"):
+        Trainer(trainer.model, trainer.optimizer, class_loss, extra={"a": 1})

@@ -46,6 +46,11 @@ def test_none_one_and_several(tmp_path: Path) -> None:
     assert start(tmp_path / "a", config(), age=30) == []
     assert start(tmp_path / "b", config(run_dir="runs/y"), age=20) == ["no setting changed against a"]
     assert start(tmp_path / "c", config(lr=0.5), age=10) == ["one setting changed against b: lr: 0.003 -> 0.5"]
+    assert start(tmp_path / "two", config(lr=0.25, seed=7), age=15) == [
+        "2 settings changed against c: the cause of a difference can't be told",
+        "  seed: 0 -> 7",
+        "  lr: 0.5 -> 0.25",
+    ]
     environment = {"torch": "2.7.0", "python": "3.10.1"}
     assert start(tmp_path / "d", config(lr=0.25, device="cuda", environment=environment)) == [
         "3 settings changed against c: the cause of a difference can't be told",

@@ -29,7 +29,7 @@ def test_every_way_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
     trainer = trainer_of(sweep_parts.by_batch_size)
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    result = trainer.sweep([1, 2, 3, 4, 5, 6], loader=sweep_parts.loader(), steps=2, limit=2.0)
+    result = trainer.sweep([1, 2, 3, 4, 5, 6], loader=sweep_parts.loader(), steps=2, limit=6.0)
     killed, refused, raised, slow, gone, fine = result.rows
     assert (killed.outcome, "killed" in killed.note) == ("out of memory", True)
     assert (refused.outcome, refused.note) == ("out of memory", "")

@@ -158,6 +158,13 @@ def test_scikit_learn_is_named_when_missing(name: str, module: str, monkeypatch:
 # --- lm
 
 
+def test_the_seed_draws_other_windows_and_validates_on_the_same() -> None:
+    first, second = (build("lm", seed=seed) for seed in (1, 2))
+    second.model.load_state_dict(first.model.state_dict())
+    assert first.validate() == second.validate()
+    assert not torch.equal(next(iter(first.loader))[0], next(iter(second.loader))[0])
+
+
 def test_lm_windows_and_loss_are_those_of_the_seed() -> None:
     task = build("lm", seed=5)
     text, generator = load_text(None, 16), torch.Generator().manual_seed(5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 from mo_fused.training import decay_groups
 from mo_fused.training.errors import InputError
 from mo_fused.training.model import ByteGPT
-from mo_fused.training.run_folder import METRICS, RunFolder, metrics_line, write_atomically
+from mo_fused.training.run_folder import METRICS, RunFolder, metrics_line
 from mo_fused.training.text import load_text
 
 # --- run folder
@@ -35,20 +34,6 @@ def test_every_line_is_json(values: dict[str, float | bool | None]) -> None:
 def test_an_unknown_metric_is_refused() -> None:
     with pytest.raises(KeyError, match="grad_nrom"):
         metrics_line({"grad_nrom": 1.0})
-
-
-def test_a_broken_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.yaml"
-    write_atomically(path, b"old")
-
-    def full(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_lines_are_there_at_once(tmp_path: Path) -> None:

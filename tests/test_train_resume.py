@@ -84,10 +84,17 @@ def stopping_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())) or "plain",
 )
 def test_stopped_by_ctrl_c_and_given_again(
-    task: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str,
+    changes: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """At a step with a checkpoint of its own, with a validation, and with neither."""
-    assert run(config(task, tmp_path / "whole", **changes)).status == 0
+    whole = run(config(task, tmp_path / "whole", **changes))
+    assert whole.status == 0
+    metric = {"lm": "bits per byte", "vision": "accuracy", "ctr": "AUC"}[task]
+    assert f", {metric} {whole.val_metric:.4f}" in capsys.readouterr().out.splitlines()[-3], "it ends with its metric"
     for stop in (3, 4, 5):
         with monkeypatch.context() as patch:
             stopping_at(patch, stop)
@@ -100,7 +107,7 @@ def test_stopped_by_ctrl_c_and_given_again(
 
 
 def test_killed_at_random_and_given_again(tmp_path: Path) -> None:
-    """The real command, by SIGKILL: while it imports, in any step or save, and after its end."""
+    """The real command, by SIGKILL in any step or save."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**SMALL["lm"], "steps": 120, "validate_every": 20}))
     command = [sys.executable, "-m", "mo_fused.cli", "train", "run.yaml", "--device", "cpu", "--checkpoint-every", "2"]
     options: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}

@@ -276,6 +276,22 @@ def test_clipping_is_that_of_torch(precision: str) -> None:
     assert [row["clip_coef"] for row in measured] == pytest.approx([0.2 / norm for norm in norms], rel=1e-5)
 
 
+def test_groups_that_are_not_clipped_are_not_measured_either() -> None:
+    batch, log, model = padded_batches([8]), Log(), model_of()
+    apart, clipped = model[0], model[2]
+    groups = [{"params": list(apart.parameters()), "clip": False}, {"params": list(clipped.parameters())}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    other = model_of()
+    class_loss(other, batch[0]).backward()
+    gradients = [parameter.grad for parameter in other.parameters() if parameter.grad is not None]
+    norm = float(torch.cat([gradient.flatten() for gradient in gradients[2:]]).norm())
+    Trainer(model, optimizer, class_loss, max_grad_norm=norm / 4, monitor=log).fit(batch, 1)
+    assert log.rows[0]["measured"]["grad_norm"] == pytest.approx(norm)
+    pairs = zip(model.parameters(), other.parameters(), gradients, (1.0, 1.0, 0.25, 0.25), strict=True)
+    for got, first, gradient, factor in pairs:
+        torch.testing.assert_close(got, first - factor * gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_a_skipped_step_holds_the_schedule_one_step_later() -> None:
     batches = padded_batches([8, 8, 8, 8, 8])
     batches[1][0][0, 0] = float("nan")

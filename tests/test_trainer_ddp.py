@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,8 @@ def accumulated(rank: int, ours: bool) -> tuple[Any, ...]:
     return frozen(model.module.state_dict()), sizes, log.of("loss"), log.of("targets"), log.of("batches")
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_two_processes_are_one_large_batch(ours: bool) -> None:
-    first, second = pool(2).run(accumulated, ours)
-    exact = model_of().double()
+def by_hand(exact: torch.nn.Module, max_grad_norm: float = math.inf) -> list[float]:
+    """Four steps with the batches of both ranks as one; their losses."""
     optimizer = torch.optim.AdamW(exact.parameters(), lr=0.05)
     of_ranks = [padded_batches(valid, seed=rank) for rank, valid in enumerate(VALID)]
     losses = []
@@ -71,9 +70,18 @@ def test_two_processes_are_one_large_batch(ours: bool) -> None:
         at = slice(0, 3) if step % 2 == 0 else slice(3, 6)
         loss = exact_loss(exact, together([*of_ranks[0][at], *of_ranks[1][at]]))
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(exact.parameters(), max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_two_processes_are_one_large_batch(ours: bool) -> None:
+    first, second = pool(2).run(accumulated, ours)
+    exact = model_of().double()
+    losses = by_hand(exact)
     assert_same(first[0], second[0])
     for name, want in exact.state_dict().items():
         torch.testing.assert_close(first[0][name], want, rtol=0, atol=1e-6)
@@ -83,6 +91,27 @@ def test_two_processes_are_one_large_batch(ours: bool) -> None:
         assert seen[2] == pytest.approx(losses, abs=1e-12), "the mean over the targets of both"
     assert (first[3], first[4]) == ([10, 12] * 2, [2, 3] * 2)
     assert (second[3], second[4]) == ([0, 21] * 2, [1, 2] * 2)
+
+
+def sharded(rank: int) -> tuple[dict[str, Any], list[float]]:
+    from torch.distributed.fsdp import fully_shard
+
+    model, log = model_of().double(), Log()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    trainer = Trainer(model, optimizer, exact_loss, accumulate=3, max_grad_norm=0.1, monitor=log)
+    trainer.fit(padded_batches(VALID[rank], seed=rank), 4)
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}, log.of("loss")
+
+
+def test_a_model_in_shards_is_one_large_batch() -> None:
+    first, second = pool(2).run(sharded)
+    exact = model_of().double()
+    losses = by_hand(exact, max_grad_norm=0.1)
+    assert_same(first, second)
+    for name, want in exact.state_dict().items():
+        torch.testing.assert_close(first[0][name], want, rtol=0, atol=1e-6)
+    assert first[1] == pytest.approx(losses, abs=1e-12)
 
 
 def without_targets(rank: int) -> tuple[Any, ...]:

@@ -16,20 +16,25 @@ if TYPE_CHECKING:
     from mo_fused.training.config import TrainConfig as TrainConfig
     from mo_fused.training.config_file import load_config as load_config
     from mo_fused.training.errors import InputError as InputError
+    from mo_fused.training.feed import Feed as Feed
+    from mo_fused.training.findings import Finding as Finding
     from mo_fused.training.groups import decay_groups as decay_groups
     from mo_fused.training.islands import fp32_island as fp32_island
     from mo_fused.training.islands import remove_fp32_islands as remove_fp32_islands
     from mo_fused.training.layerwise import layer_decay as layer_decay
+    from mo_fused.training.overfit import OverfitCheck as OverfitCheck
     from mo_fused.training.padding import PaddedBatch as PaddedBatch
     from mo_fused.training.padding import count_targets as count_targets
     from mo_fused.training.padding import cross_entropy as cross_entropy
     from mo_fused.training.padding import pad_batch as pad_batch
     from mo_fused.training.param_table import ParamGroups as ParamGroups
+    from mo_fused.training.preflight import Preflight as Preflight
     from mo_fused.training.presets import PRESETS as PRESETS
     from mo_fused.training.presets import RECOMMENDATION as RECOMMENDATION
     from mo_fused.training.presets import TEXT as TEXT
     from mo_fused.training.presets import VISION as VISION
     from mo_fused.training.presets import Preset as Preset
+    from mo_fused.training.profiling import StepProfiler as StepProfiler
     from mo_fused.training.profiling import profile_steps as profile_steps
     from mo_fused.training.recompute import checkpoint_activations as checkpoint_activations
     from mo_fused.training.recompute import keep_activations as keep_activations
@@ -47,23 +52,37 @@ if TYPE_CHECKING:
     from mo_fused.training.schedules import warmup_stable_decay as warmup_stable_decay
     from mo_fused.training.seeding import LoaderSeeds as LoaderSeeds
     from mo_fused.training.seeding import seed_everything as seed_everything
+    from mo_fused.training.snapshot import kept_state as kept_state
+    from mo_fused.training.sweep import Sweep as Sweep
     from mo_fused.training.tasks import Task as Task
     from mo_fused.training.tasks import build_task as build_task
+    from mo_fused.training.train import RunResult as RunResult
     from mo_fused.training.train import run as run
     from mo_fused.training.trainer import Trainer as Trainer
+    from mo_fused.training.trainer_step import LossFn as LossFn
+    from mo_fused.training.trainer_step import StepMonitor as StepMonitor
 
 _HOMES = {
     "Checkpoints": "checkpoints",
+    "Feed": "feed",
+    "Finding": "findings",
     "InputError": "errors",
     "LoaderSeeds": "seeding",
+    "LossFn": "trainer_step",
     "NO_DECAY": "rules",
+    "OverfitCheck": "overfit",
     "PRESETS": "presets",
     "PaddedBatch": "padding",
     "ParamGroups": "param_table",
+    "Preflight": "preflight",
     "Preset": "presets",
     "RECOMMENDATION": "presets",
     "Rule": "rules",
     "RunFolder": "run_folder",
+    "RunResult": "train",
+    "StepMonitor": "trainer_step",
+    "StepProfiler": "profiling",
+    "Sweep": "sweep",
     "TEXT": "presets",
     "Task": "tasks",
     "TrainConfig": "config",
@@ -78,6 +97,7 @@ _HOMES = {
     "fp32_island": "islands",
     "inverse_sqrt": "schedules",
     "keep_activations": "recompute",
+    "kept_state": "snapshot",
     "layer_decay": "layerwise",
     "load_checkpoint": "checkpoints",
     "load_config": "config_file",
@@ -98,16 +118,25 @@ _HOMES = {
 
 __all__ = [
     "Checkpoints",
+    "Feed",
+    "Finding",
     "InputError",
     "LoaderSeeds",
+    "LossFn",
     "NO_DECAY",
+    "OverfitCheck",
     "PRESETS",
     "PaddedBatch",
     "ParamGroups",
+    "Preflight",
     "Preset",
     "RECOMMENDATION",
     "Rule",
     "RunFolder",
+    "RunResult",
+    "StepMonitor",
+    "StepProfiler",
+    "Sweep",
     "TEXT",
     "Task",
     "TrainConfig",
@@ -122,6 +151,7 @@ __all__ = [
     "fp32_island",
     "inverse_sqrt",
     "keep_activations",
+    "kept_state",
     "layer_decay",
     "load_checkpoint",
     "load_config",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,16 +29,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def sample_count(batch: Any) -> int:
     """Length of the first dimension of the first tensor in the batch; 1 where there is none."""
-    first = _first_tensor(batch)
+    first = next(tensors(batch), None)
     return 1 if first is None or first.dim() == 0 else int(first.shape[0])
 
 
-def _first_tensor(batch: Any) -> Tensor | None:
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """All tensors of the batch, in its order."""
     if isinstance(batch, Tensor):
-        return batch
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    for part in parts:
-        found = _first_tensor(part)
-        if found is not None:
-            return found
-    return None
+        yield batch
+    elif isinstance(batch, (Mapping, tuple, list)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors(part)

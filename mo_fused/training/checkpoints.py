@@ -20,7 +20,12 @@ from mo_fused.training.errors import InputError, bad_input
 from mo_fused.training.plain import plain
 
 FORMAT_VERSION = 1
-KEYS = ("format_version", "model_state_dict", "optimizer_state_dict", "scheduler_state_dict", "scaler_state_dict") + (
+KEYS = (
+    "format_version",
+    "model_state_dict",
+    "optimizer_state_dict",
+    "scheduler_state_dict",
+    "scaler_state_dict",
     "step",
     "epoch",
     "data",
@@ -29,7 +34,8 @@ KEYS = ("format_version", "model_state_dict", "optimizer_state_dict", "scheduler
     "trainer",
 )
 """What a checkpoint holds. ``data`` and ``rng`` are lists with an entry for each process; ``trainer`` is what the loop
-has in hand: whether the step before was skipped, and the best validation so far."""
+has in hand: whether the step before was skipped, and the best validation so far. ``extra`` is there if the trainer has
+such parts."""
 
 _NAME = re.compile(r"step-(\d{8,})\.pt")
 

@@ -49,7 +49,7 @@ class Feed:
         self.epoch = 0
         self.batches = 0
         """Batches drawn in this epoch."""
-        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._stateful = is_stateful(loader)
         self._iterator: Iterator[Any] | None = None
         self._begun: dict[str, Any] | None = None
         self._broken = False
@@ -198,6 +198,11 @@ class Feed:
         self.epoch += 1
         self.batches = 0
         self._iterator, self._begun = None, None
+
+
+def is_stateful(loader: object) -> bool:
+    """Whether the loader keeps its place by itself."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 def _has_workers(loader: Iterable[Any]) -> bool:

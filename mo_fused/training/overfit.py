@@ -17,7 +17,7 @@ from mo_fused.training.batches import sample_count, to_device
 from mo_fused.training.errors import bad_input
 from mo_fused.training.feed import Feed
 from mo_fused.training.snapshot import kept_state
-from mo_fused.training.trial import Watch
+from mo_fused.training.trial import Watch, peak_rate
 
 if TYPE_CHECKING:
     from mo_fused.training.trainer import Trainer
@@ -146,7 +146,7 @@ def _prepare(trainer: Trainer, batches: int) -> None:
     trainer._feed = trainer._resumed = None
     trainer.optimizer.zero_grad()
     for group in trainer.optimizer.param_groups:
-        peak = max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if key in group)
+        peak = peak_rate(group)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(peak)
         else:

@@ -6,7 +6,7 @@ what it computes for a real element is then the same as without padding, and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mo_fused.errors import bad_option, message
+from mo_fused.training.batches import sample_count, tensors
 
 IGNORE = -100  # the default of torch.nn.functional.cross_entropy
 _NAMES = ("labels", "targets")
@@ -98,17 +99,17 @@ def count_targets(batch: Any, ignore_index: int = IGNORE) -> int:
     Raises:
         TypeError: no tensor in the batch.
     """
-    targets = _targets(batch)
+    targets = targets_in(batch)
     if targets is not None and not (targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool):
         return int((targets != ignore_index).sum())
-    first = next(_tensors(batch), None)
-    if first is None:
+    if next(tensors(batch), None) is None:
         found = type(batch).__name__
         raise TypeError(message("a batch with tensors in it", found, "make tensors of it (collate_fn), or give count="))
-    return first.shape[0] if first.dim() else 1
+    return sample_count(batch)
 
 
-def _targets(batch: Any) -> Tensor | None:
+def targets_in(batch: Any) -> Tensor | None:
+    """What a mapping or named tuple calls "labels" or "targets", else the second element of a tuple or list."""
     found: Any = None
     if isinstance(batch, Mapping):
         found = next((batch[name] for name in _NAMES if name in batch), None)
@@ -116,14 +117,6 @@ def _targets(batch: Any) -> Tensor | None:
         named = next((getattr(batch, name) for name in _NAMES if name in getattr(batch, "_fields", ())), None)
         found = named if named is not None else batch[1] if len(batch) > 1 else None
     return found if isinstance(found, Tensor) else None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (Mapping, tuple, list)):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
 
 
 def _integers(values: Any, n: int) -> Tensor:

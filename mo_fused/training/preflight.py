@@ -16,7 +16,7 @@ from mo_fused.training.findings import Finding
 from mo_fused.training.gradient_watch import GradientWatch
 from mo_fused.training.snapshot import kept_state
 from mo_fused.training.start_loss import StartWatch, judge_start
-from mo_fused.training.trial import Watch, host_peak, peak_memory, reset_peak
+from mo_fused.training.trial import Watch, host_peak, peak_memory, peak_rate, reset_peak
 from mo_fused.training.trial_checkpoints import TrialCheckpoints
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def preflight(
         raise bad_option("total_steps", "1 or more", total_steps, "leave it out to take the schedule's")
     begun_at = trainer.step
     whole = total_steps or _steps_of(trainer.schedule)
+    peak = peak_rate(trainer.optimizer.param_groups[0])
     with ExitStack() as stack:
         stack.enter_context(kept_state(trainer, loader))
         monitor = trainer.monitor
@@ -98,7 +99,7 @@ def preflight(
         found = [
             findings.finite(losses, gradients, _bad_parameters(trainer), skipped, trainer.precision.scaler is not None),
             findings.gradients(gradients),
-            findings.falls(losses, [float(info["lr"]) for info in watch.infos], _peak(trainer)),
+            findings.falls(losses, [float(info["lr"]) for info in watch.infos], peak),
             judge_start(losses, start, begun_at),
             findings.logging(monitor, watch, done),
             findings.checkpoint(checkpoints, trainer._processes.rank),
@@ -150,12 +151,6 @@ def _timed_validation(trainer: Trainer, watch: Watch) -> list[float]:
 def _bad_parameters(trainer: Trainer) -> list[str]:
     named = trainer._processes.module.named_parameters()
     return [name for name, parameter in named if not bool(parameter.detach().isfinite().all())]
-
-
-def _peak(trainer: Trainer) -> float:
-    """The highest rate that the first group is to have."""
-    group = trainer.optimizer.param_groups[0]
-    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if key in group)
 
 
 def _steps_of(schedule: Any) -> int | None:

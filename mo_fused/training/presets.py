@@ -19,8 +19,8 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
     "warmup_cosine": ("total_steps", "warmup_steps", "min_ratio"),
     "warmup_linear": ("total_steps", "warmup_steps", "min_ratio"),
     "warmup_stable_decay": ("total_steps", "warmup_steps", "min_ratio"),
-    "warmup_constant": ("warmup_steps",),
-    "inverse_sqrt": ("warmup_steps",),
+    "warmup_constant": ("total_steps", "warmup_steps"),
+    "inverse_sqrt": ("total_steps", "warmup_steps"),
 }
 """The functions of ``training.schedules`` by name, and what each of them takes from a preset."""
 
@@ -113,7 +113,8 @@ class Preset:
         Args:
             model: the module to be trained, on its device.
             library: "mo_fused", whose step clips by ``max_grad_norm`` too, or "torch", whose optimizers do not clip:
-                the loop has to, and its ``clip_grad_norm_`` knows nothing of groups with ``"clip": False``.
+                :class:`Trainer` does with its own ``max_grad_norm``; torch's ``clip_grad_norm_`` alone knows nothing of
+                groups with ``"clip": False``.
             options: of the class, over the preset's; ``lr`` and ``weight_decay`` are those of the groups.
 
         Raises:
@@ -140,10 +141,7 @@ class Preset:
         Raises:
             ValueError: ``total_steps`` below 1, or fewer than the steps of warm-up.
         """
-        if not whole(1).test(total_steps):
-            raise bad_option("total_steps", "1 or more", total_steps, "give the number of optimizer steps of the run")
-        warmup_steps = max(1, total_steps // 100) if self.warmup_steps is None else self.warmup_steps
-        values = {"total_steps": total_steps, "warmup_steps": warmup_steps, "min_ratio": self.min_lr_ratio}
+        values = {"total_steps": total_steps, "warmup_steps": self.warmup_steps, "min_ratio": self.min_lr_ratio}
         make = getattr(import_module("mo_fused.training.schedules"), self.schedule)
         schedule: LRScheduler = make(optimizer, **{name: values[name] for name in SCHEDULES[self.schedule]})
         return schedule

@@ -34,8 +34,8 @@ class Rule:
         min_dims, max_dims: least and largest number of dimensions of the parameter.
         lr_factor: multiplies the group's rate; the factors of all rules that match are multiplied.
         weight_decay: weight decay, instead of the one for all; of several rules the last one that says it.
-        clip: False leaves the parameter out of the norm and of clipping (an option of this package's optimizers; others
-            ignore it); of several rules the last one that says it.
+        clip: False leaves the parameter out of the norm and of clipping (by this package's optimizers or
+            :class:`Trainer`; others ignore it); of several rules the last one that says it.
         optional: True allows the rule to match nothing.
 
     Raises:

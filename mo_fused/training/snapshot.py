@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from mo_fused.distributed import shards
 from mo_fused.optim.base import FusedOptimizer
 from mo_fused.training.errors import bad_input
-from mo_fused.training.feed import Feed
+from mo_fused.training.feed import Feed, is_stateful
 from mo_fused.training.rng import kept_rng
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def kept_state(trainer: Trainer, *loaders: Iterable[Any]) -> Iterator[None]:
         InputError: a loader is an iterator, which could not be iterated again.
     """
     for loader in loaders:
-        if isinstance(loader, Iterator) and not _is_stateful(loader):
+        if isinstance(loader, Iterator) and not is_stateful(loader):
             raise bad_input(
                 "loader",
                 expected="one that can be iterated again: a trial run must not use up the real one's batches",
@@ -66,10 +66,6 @@ def _put_attributes(trainer: Trainer, attributes: dict[str, Any]) -> None:
     trainer.__dict__.update(attributes)
     if attributes["_feed"] is not None:
         trainer._feed = feed  # the one that has been put back
-
-
-def _is_stateful(loader: object) -> bool:
-    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
 # --- tensors

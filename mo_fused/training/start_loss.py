@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mo_fused.training.findings import Finding
+from mo_fused.training.padding import targets_in
 
 if TYPE_CHECKING:
     from mo_fused.training.trainer import Trainer
@@ -58,8 +59,8 @@ def classes_of(output: Any, batch: Any) -> int | None:
     Logits: the first float tensor of the output with two columns or more, one row for each target. The last dimension
     is the classes, or the second one where the other dimensions are the targets' (images: batch, classes, ...).
     """
-    targets, logits = _targets(batch), _logits(output)
-    if targets is None or logits is None or targets.is_floating_point() or targets.is_complex():
+    targets, logits = targets_in(batch), _logits(output)
+    if targets is None or logits is None or not targets.numel() or targets.is_floating_point() or targets.is_complex():
         return None
     if targets.numel() * logits.shape[-1] == logits.numel():
         classes = int(logits.shape[-1])
@@ -91,18 +92,6 @@ def judge_start(losses: list[float], start: StartWatch, begun_at: int) -> Findin
         )
         return Finding(_CHECK, "warning", f"{seen}: {1 - first / expected:.0%} below", do)
     return Finding(_CHECK, "ok", seen)
-
-
-def _targets(batch: Any) -> Tensor | None:
-    """Where :func:`mo_fused.training.padding.count_targets` looks for them."""
-    if isinstance(batch, Mapping):
-        found = batch.get("labels", batch.get("targets"))
-    elif isinstance(batch, (list, tuple)):
-        found = next((getattr(batch, name) for name in ("labels", "targets") if hasattr(batch, name)), None)
-        found = batch[1] if found is None and len(batch) > 1 else found
-    else:
-        return None
-    return found if isinstance(found, Tensor) and found.numel() else None
 
 
 def _logits(output: Any) -> Tensor | None:

@@ -34,6 +34,7 @@ from mo_fused.training.run_folder import RunFolder
 from mo_fused.training.seeding import seed_everything
 from mo_fused.training.tasks import Task, build_task
 from mo_fused.training.trainer import Trainer
+from mo_fused.training.trial import is_out_of_memory
 
 _RECENT = 20  # steps that the reported training loss is averaged over: a single batch's loss is too noisy to compare
 
@@ -249,7 +250,13 @@ def _trainer(
         precision=config.precision,
         accumulate=config.accumulate,
         monitor=log,
-        checkpoints=Checkpoints(folder.checkpoints, every=config.checkpoint_every, keep=config.keep_checkpoints),
+        checkpoints=Checkpoints(
+            folder.checkpoints,
+            every=config.checkpoint_every,
+            keep=config.keep_checkpoints,
+            best="val_metric",
+            higher_is_better=task.higher_is_better,
+        ),
         validate=task.validate,
         validate_every=config.validate_every,
         max_grad_norm=config.preset.max_grad_norm if config.optimizer == "torch" else None,
@@ -339,7 +346,7 @@ def _memory_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise bad_input(
             "--batch-size",

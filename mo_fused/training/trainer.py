@@ -23,7 +23,7 @@ from mo_fused.training.precision import Precision
 from mo_fused.training.processes import Processes, device_of
 from mo_fused.training.restoring import own_entry
 from mo_fused.training.rng import kept_rng, set_rng_state
-from mo_fused.training.trainer_checks import check_folder, check_held, check_parts, check_steps
+from mo_fused.training.trainer_checks import check_extra, check_folder, check_held, check_parts, check_steps
 from mo_fused.training.trainer_saving import TrainerSaving
 from mo_fused.training.trainer_step import LossFn, StepMonitor
 from mo_fused.training.trials import Trials
@@ -35,10 +35,12 @@ class Trainer(TrainerSaving, Trials):
     One step takes ``accumulate`` batches of the loader. Each batch's mean loss is weighted by its share of the step's
     *valid targets* (over all batches, and over all processes), so that the step equals that of one large batch, also
     with padding and with a last step of fewer batches at the end of an epoch. A batch without any valid target is left
-    out. Under ``DistributedDataParallel`` gradients are exchanged in the last backward pass only.
+    out. Under ``DistributedDataParallel`` gradients are exchanged in the last backward pass only. Under ``fully_shard``
+    every pass communicates, so each process has to have as many batches, and none is left out.
 
-    The host never waits for the device: that a step was skipped (gradients that were not finite) is known one step
-    later, and the schedule then stays where it is once.
+    The host doesn't wait for the device: that a step was skipped (gradients that were not finite) is known one step
+    later, and the schedule then stays where it is once. Only in fp16 with another optimizer than this package's does
+    torch's scaler wait, and holds the schedule at once.
 
     ``monitor.step(loss, batch_info)`` gets the step's loss (0-dim, on the device, the mean over its valid targets) and
     ``step`` (from 1), ``epoch``, ``lr`` (of the first group), ``batches``, ``samples``, ``targets``, ``data_seconds``
@@ -64,6 +66,8 @@ class Trainer(TrainerSaving, Trials):
         count: number of valid targets of a batch, where :func:`mo_fused.training.count_targets` doesn't know.
         scaler: the gradient scaler to use with fp16.
         config: plain values that checkpoints carry along.
+        extra: further objects with ``state_dict()`` and ``load_state_dict()`` that checkpoints keep, by name: averaged
+            weights, a second optimizer, a monitor.
 
     Raises:
         InputError: with ``checkpoints``, values that a checkpoint could be written with and not read again, or
@@ -89,6 +93,7 @@ class Trainer(TrainerSaving, Trials):
         count: Callable[[Any], int] = count_targets,
         scaler: torch.amp.GradScaler | None = None,
         config: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise bad_option("accumulate", "a whole number, 1 or more", accumulate, "give the number of batches a step")
@@ -126,6 +131,7 @@ class Trainer(TrainerSaving, Trials):
         self.max_grad_norm = max_grad_norm
         self.count = count
         self.config = dict(config or {})
+        self.extra = check_extra(extra)
         self.step = 0
         """Optimizer steps done."""
         self._feed: Feed | None = None

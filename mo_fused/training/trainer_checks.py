@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -32,6 +33,16 @@ def check_parts(model: nn.Module, optimizer: Optimizer, loss_fn: Any, schedule: 
     if monitor is not None and not callable(getattr(monitor, "step", None)):
         expected = "an object with step(loss, batch_info)"
         raise bad_option("monitor", expected, type(monitor).__name__, "give it such a method")
+
+
+def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy; raises ValueError for what has no state to keep."""
+    parts = dict(extra or {})
+    for name, part in parts.items():
+        if not callable(getattr(part, "state_dict", None)) or not callable(getattr(part, "load_state_dict", None)):
+            expected = "objects with state_dict() and load_state_dict()"
+            raise bad_option("extra", expected, f"{name}: {type(part).__name__}", "give plain values as config")
+    return parts
 
 
 def check_held(model: nn.Module, optimizer: Optimizer) -> None:

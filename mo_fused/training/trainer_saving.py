@@ -22,6 +22,7 @@ class TrainerSaving(TrainerStep):
     checkpoints: Checkpoints | None
     monitor: StepMonitor | None
     config: dict[str, Any]
+    extra: dict[str, Any]
     step: int
     _loss: Tensor | None
     _best: dict[str, Any]
@@ -108,7 +109,7 @@ class TrainerSaving(TrainerStep):
         if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer: to the process that writes
             optimizer.consolidate_state_dict(0)
         own = not hasattr(optimizer, "consolidate_state_dict") or self._processes.rank == 0
-        return {
+        state = {
             "format_version": FORMAT_VERSION,
             "model_state_dict": self._processes.module.state_dict(),
             "optimizer_state_dict": optimizer.state_dict() if own else None,
@@ -121,6 +122,9 @@ class TrainerSaving(TrainerStep):
             "config": self.config,
             "trainer": {"skipped": self._skipped, "best_step": self._best["step"], "best_value": self._best["value"]},
         }
+        if self.extra:
+            state["extra"] = {name: part.state_dict() for name, part in self.extra.items()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Take over what :meth:`state_dict` gave, or as much of it as somebody saved by hand.
@@ -138,6 +142,12 @@ class TrainerSaving(TrainerStep):
         parts.check(state)
         state = {key: state[key] for key in state if key not in ("data", "rng") or _by_process(state[key])}
         lines = parts.load(state)
+        found: Any = state.get("extra") if isinstance(state.get("extra"), Mapping) else {}
+        for name, part in self.extra.items():
+            if name in found:
+                part.load_state_dict(found[name])
+            else:
+                lines.append(f"the checkpoint has no extra {name!r}: it stays as it is")
         self.step = int(state.get("step") or 0)
         extra: Any = state.get("trainer")
         extra = extra if isinstance(extra, Mapping) else {}

@@ -112,13 +112,15 @@ class TrainerStep:
         return loss, info
 
     def _take(self, feed: Feed) -> tuple[list[Any], list[int]]:
-        """The batches of a step and their numbers of valid targets; those without any are left out."""
+        """The batches of a step and their numbers of valid targets; those without any are left out (unless sharded)."""
         epoch, without = feed.epoch, 0
         while True:
             batches = feed.take(self.accumulate)
             targets = [_whole(self.count(batch)) for batch in batches]
             kept = [i for i, count in enumerate(targets) if count > 0]
-            if not kept and self._processes.count > 1:
+            if self._processes.sharded and self._processes.count > 1:
+                kept = list(range(len(batches)))  # every forward pass gathers parameters from the other processes
+            elif not kept and self._processes.count > 1:
                 kept = [0]  # the other processes wait for this one's backward pass
             if kept:
                 return [batches[i] for i in kept], [targets[i] for i in kept]

@@ -87,6 +87,11 @@ class Watch:
         return statistics.median(n / max(t, 1e-9) for n, t in zip(samples, times, strict=True))
 
 
+def peak_rate(group: Mapping[str, Any]) -> float:
+    """The highest rate that a parameter group is to have, as far as its schedule has written it down."""
+    return max(float(group[key]) for key in ("lr", "initial_lr", "max_lr") if key in group)
+
+
 def reset_peak(device: torch.device) -> None:
     """Begin to measure peak memory anew: of the device, or of this process on the host where Linux allows it."""
     if is_cuda(device):

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Trials:
-    """Short runs on a copy of a :class:`Trainer`'s state; the trainer is as before afterwards."""
+    """Short runs of a :class:`Trainer`, of which a copy of its state undoes everything afterwards."""
 
     _loader: Iterable[Any] | None = None
 
-    def known_loader(self) -> Iterable[Any]:
+    def _known_loader(self) -> Iterable[Any]:
         """That of the last :meth:`Trainer.fit` or :meth:`preflight`.
 
         Raises:
@@ -89,9 +89,15 @@ class Trials:
         """
         from mo_fused.training.overfit import overfit_check
 
-        limits = {"max_steps": max_steps, "every": every}
-        loader = self.known_loader() if loader is None else loader
-        return overfit_check(cast("Trainer", self), loader, samples, relative=relative, absolute=absolute, **limits)
+        return overfit_check(
+            cast("Trainer", self),
+            self._known_loader() if loader is None else loader,
+            samples,
+            max_steps=max_steps,
+            relative=relative,
+            absolute=absolute,
+            every=every,
+        )
 
     def sweep(
         self,
@@ -130,7 +136,16 @@ class Trials:
         """
         from mo_fused.training.sweep import sweep
 
-        options: dict[str, Any] = {"steps": steps, "make_loader": make_loader, "limit": limit, "isolate": isolate}
         if loader is None and make_loader is None:
-            loader = self.known_loader()
-        return sweep(cast("Trainer", self), loader, batch_sizes, accumulate, recompute, **options)
+            loader = self._known_loader()
+        return sweep(
+            cast("Trainer", self),
+            loader,
+            batch_sizes,
+            accumulate,
+            recompute,
+            steps=steps,
+            make_loader=make_loader,
+            limit=limit,
+            isolate=isolate,
+        )
