@@ -34,7 +34,7 @@ def test_every_way_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (killed.outcome, "killed" in killed.note) == ("out of memory", True)
     assert (refused.outcome, refused.note) == ("out of memory", "")
     assert (raised.outcome, raised.note) == ("error", "ArithmeticError: three is a crowd")
-    assert (slow.outcome, slow.note) == ("time limit", "more than 2 s")
+    assert (slow.outcome, slow.note) == ("time limit", "more than 6 s")
     assert (gone.outcome, "exit code 7" in gone.note) == ("error", True)
     assert fine.outcome == "ok" and result.recommended == fine
     assert fine.samples_per_second and fine.seconds_per_step and fine.peak_memory
