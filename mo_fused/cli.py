@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_plan(commands)
     _add_train(commands)
+    _add_report(commands)
     return parser
 
 
@@ -134,6 +135,16 @@ def _add_train(commands: Any) -> None:
     train.set_defaults(handler=_train, program=train.prog)
 
 
+def _add_report(commands: Any) -> None:
+    text = "make a page of what a run did, or of several runs drawn over each other"
+    about = f"{text[0].upper()}{text[1:]}. It is one HTML file that needs no network."
+    report_parser = commands.add_parser("report", help=text, description=about)
+    report_parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
+    report_parser.add_argument("--output", metavar="FILE", help="the page (default: report.html in the first RUN)")
+    report_parser.add_argument("--png", metavar="FILE", help="also make a picture")
+    report_parser.set_defaults(handler=_report, program=report_parser.prog)
+
+
 def _default_by_task(name: str) -> str:
     """The tasks' defaults of a setting in words, "" if the setting has one default, or none, for all."""
     given = {task: defaults[name] for task, defaults in TASK_DEFAULTS.items() if name in defaults}
@@ -154,6 +165,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     config = PlanConfig(**{f.name: getattr(arguments, f.name) for f in fields(PlanConfig)})
     print(report(config, as_json=arguments.json))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from mo_fused.training.report import write_report
+
+    files, runs = write_report(arguments.runs, arguments.output, arguments.png)
+    for run in runs:
+        print("\n".join([f"{run.path}: {len(run.steps)} steps read", *(f"  {note}" for note in run.notes)]))
+    print("\n".join(f"report {file}" for file in files))
     return 0
 
 

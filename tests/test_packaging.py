@@ -139,7 +139,7 @@ def test_wheel_holds_exactly_the_package(wheel: Path) -> None:
     assert fields["Requires-Python"] == ">=3.10"
     required = [text for text in fields.get_all("Requires-Dist", []) if "extra ==" not in text]
     assert required == ["torch>=2.6", "numpy"]
-    extras = {"triton", "train", "test", "bench", "plot", "tensorboard", "all"}
+    extras = {"triton", "train", "report", "test", "bench", "plot", "tensorboard", "all"}
     assert extras <= set(fields.get_all("Provides-Extra", []))
     assert built["native"] is True
     assert built["version"] == fields["Version"]
