@@ -120,7 +120,7 @@ def test_an_empty_run_and_an_older_version(tmp_path: Path) -> None:
     assert has_note(empty.notes, "no step was recorded") and has_note(empty.notes, "details.jsonl: no such file")
     old = read_run(old_run(tmp_path / "old"))
     assert len(old.steps) == 100 and not np.isnan(old.numbers["grad_norm"]).any()
-    assert has_note(old.notes, "nothing of", "memory_host", "update_ratio", "older version")
+    assert has_note(old.notes, "nothing of", "memory_host", "update_ratio", "not recorded in this run")
     assert {"Loss", "Learning rate", "Clip coefficient"} <= {panel.title for panel in panels_of([old])}
     assert not {"Update ratio (update norm / parameter norm)"} & {panel.title for panel in panels_of([old])}
 

@@ -157,7 +157,11 @@ def test_an_empty_a_cut_and_an_old_run_over_each_other(tmp_path: Path, browser: 
     opened.page.locator("#curves .subplot.xy path.js-line").first.wait_for()
     assert opened.page.locator("#curves .subplot.xy path.js-line").count() == 4
     notes = opened.page.locator(".notes").text_content() or ""
-    assert "no step was recorded" in notes and "cut off and was not read (line 200)" in notes and "older" in notes
+    assert (
+        "no step was recorded" in notes
+        and "cut off and was not read (line 200)" in notes
+        and "not recorded in this run" in notes
+    )
     opened.close()
     alone = Opened(browser, write_report(folders[:1])[0][0])
     assert "No numbers were recorded." in (alone.page.locator("body").text_content() or "")

@@ -193,7 +193,7 @@ class TrainerStep:
             last = optimizer.last_step
             measured.update({name: value for name in names if (value := getattr(last, name)) is not None})
         if scaler is not None and not ours:
-            measured["skipped"] = torch.tensor(skipped_now)
+            measured["skipped"] = torch.tensor(skipped_now, device=self.device)
         optimizer.zero_grad()
         # That the step before this one was skipped is read only now, with this one queued.
         if self.schedule is not None and not skipped_now and not self._was_skipped():
