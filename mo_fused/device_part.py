@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, stats
 from .backends import cuda, triton
 from .device_table import DeviceTable, Signature
 from .distributed.exchange import ROW_SUMS, shifted
 from .distributed.factored import CutMatrices
 from .factored import Tiling
+from .host_copy import HostCopy
 from .request import Request
 from .stats import RESULT_AT, RESULT_WIDTH, RING, ROW, ROW_WIDTH
 from .table import ACTIVE, STAT_COLUMNS
@@ -56,14 +57,30 @@ class DeviceStats:
 
     def per_row(self) -> np.ndarray[Any, Any]:
         """The RowStats of every row, summed from its chunks on the host (this waits for the device)."""
-        values = self.tensor.cpu().numpy()
+        return self.per_row_later()()
+
+    def per_row_later(self) -> Callable[[], np.ndarray[Any, Any]]:
+        """What :meth:`per_row` gives now, whenever the result is called, which waits for a copy queued here alone."""
+        copies = [HostCopy(part) for part in (self.tensor, *(self._told or ())[:2])]
+        active, at, measured, updated = self._active, self._table.row_of_chunk, self.measured, self.updated
+        return lambda: self._summed([one.read().numpy() for one in copies], active, at, measured, updated)
+
+    @staticmethod
+    def _summed(
+        parts: Sequence[np.ndarray[Any, Any]],
+        active: np.ndarray[Any, Any],
+        at: np.ndarray[Any, Any],
+        measured: bool,
+        updated: bool,
+    ) -> np.ndarray[Any, Any]:
+        """``parts``: a slot, and what :meth:`tell` told, if it did."""
+        values, *told = parts
         scale = values[RESULT_AT["grad_scale"]]
         columns = dict(zip(STAT_COLUMNS, values[RESULT_WIDTH:].reshape(len(STAT_COLUMNS), -1), strict=True))
-        rows = np.zeros((len(self._active), ROW_WIDTH))
+        rows = np.zeros((len(active), ROW_WIDTH))
         out = dict(zip(ROW, rows.T, strict=True))
-        out["active"][:] = self._active
-        at = self._table.row_of_chunk
-        if self.measured:
+        out["active"][:] = active
+        if measured:
             top = np.full(len(rows), -(1 << 20))
             np.maximum.at(top, at, np.where(columns["sumsq"] != 0, columns["exponent"], -(1 << 20)).astype(np.int64))
             top = np.where(top == -(1 << 20), 0, top)
@@ -75,15 +92,26 @@ class DeviceStats:
                 out["grad_amax"] /= scale
             out["nonfinite"][:] = np.bincount(at, columns["nonfinite"], minlength=len(rows))
             out["zeros"][:] = np.bincount(at, columns["zeros"], minlength=len(rows))
-        if self.updated:
+        if updated:
             for name, column in (("update_norm", "update"), ("stored_update_norm", "stored"), ("param_norm", "param")):
                 out[name][:] = np.sqrt(np.bincount(at, columns[column], minlength=len(rows)))
-        if self._told is not None:
-            sums, largest = self._told[0].cpu().numpy(), self._told[1].cpu().numpy()
+        if told:
+            sums, largest = told
             for k, name in enumerate(ROW_SUMS):
                 out[name][:] = sums[:, k]
             out["grad_amax"][:] = largest
         return rows
+
+    def pieces(self) -> stats.Pieces:
+        """The chunks of every row; whole rows where ranks have told each other about theirs."""
+        if self._told is not None:
+            sums, largest, _ = self._told
+            update, stored = (sums[:, ROW_SUMS.index(name)] for name in ("update_norm", "stored_update_norm"))
+            values = torch.stack([largest, update, stored])
+            return stats.Pieces(values, (0, 1, 2), np.arange(len(self._active)), self._active)
+        at = (STAT_COLUMNS.index("amax"), STAT_COLUMNS.index("update"), STAT_COLUMNS.index("stored"))
+        values = self.tensor[RESULT_WIDTH:].view(len(STAT_COLUMNS), -1)
+        return stats.Pieces(values, at, self._table.row_of_chunk, self._active)
 
     def row_sums(self) -> tuple[Tensor, Tensor]:
         """What its rows add up to: ROW_SUMS of ``distributed.exchange`` ``(n, 6)``, largest magnitudes ``(n,)``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -511,9 +511,18 @@ class _Whole:
 
     def per_row(self) -> np.ndarray[Any, Any]:
         """The RowStats of every parameter, shape ``(n, 8)`` (this waits for devices)."""
-        rows = np.zeros((len(self._done), len(ROW_FIELDS)))
-        for i, one in enumerate(self._done):
-            rows[i] = one.buffer.per_row()[0]
-            if one.scale is not None:
-                rows[i, _SCALED_ROWS] *= float(one.scale)
+        return self.per_row_later()()
+
+    def per_row_later(self) -> Callable[[], np.ndarray[Any, Any]]:
+        """What :meth:`per_row` gives now, whenever the result is called."""
+        later = [(one.buffer.per_row_later(), one.scale) for one in self._done]
+
+        def rows() -> np.ndarray[Any, Any]:
+            out = np.zeros((len(later), len(ROW_FIELDS)))
+            for i, (of_one, scale) in enumerate(later):
+                out[i] = of_one()[0]
+                if scale is not None:
+                    out[i, _SCALED_ROWS] *= float(scale)
+            return out
+
         return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -41,6 +41,22 @@ RING = 4
 def whole_number(count: Tensor) -> Tensor:
     """A count, which over replicas of a DTensor is a mean: one bad element of one replica alone is one, not half."""
     return torch.ceil(count - 1e-6).abs()  # and not -0.0
+
+
+class Pieces(NamedTuple):
+    """What a step knows of its rows where the numbers are: nothing is copied and nothing waits.
+
+    Values are never negative, and a row's value is 0 if and only if all of its pieces' are.
+    """
+
+    values: Tensor
+    """Shape ``(k, m)``, float64: a view of a buffer that is written again four steps later."""
+    at: tuple[int, int, int]
+    """Which of the k lines are ``grad_amax``, ``update_norm`` and ``stored_update_norm`` (up to a factor)."""
+    row: np.ndarray[Any, Any]
+    """The row of each of the m pieces."""
+    active: np.ndarray[Any, Any]
+    """Of each row, whether it had a gradient; values of the others mean nothing."""
 
 
 class StatsBuffer:
@@ -83,6 +99,11 @@ class StatsBuffer:
         """The RowStats of every row, shape ``(n, 8)``."""
         return self.rows
 
+    def pieces(self) -> Pieces:
+        at = (_ROW_AT["grad_amax"], _ROW_AT["update_norm"], _ROW_AT["stored_update_norm"])
+        values = self.tensor[RESULT_WIDTH:].view(-1, ROW_WIDTH).T
+        return Pieces(values, at, np.arange(len(self.rows)), self.rows[:, _ROW_AT["active"]] != 0.0)
+
     def keep_param_norms(self, earlier: StatsBuffer) -> None:
         """For a skipped step: the update is zero and the parameters are those of ``earlier``, if it measured them."""
         known = earlier["updated"] != 0.0
@@ -90,6 +111,11 @@ class StatsBuffer:
         at = _ROW_AT["param_norm"]
         self.rows[:, at] = earlier.rows[:, at] if known else float("nan")
         self["updated"] = 1.0
+
+    def per_row_later(self) -> Callable[[], np.ndarray[Any, Any]]:
+        """What :meth:`per_row` gives now, whenever the result is called."""
+        rows = self.rows.copy()
+        return lambda: rows
 
     def row(self, row: int, name: str) -> float:
         """A field of one row."""
@@ -105,6 +131,8 @@ class Buffer(Protocol):
 
     generation: int
 
+    def pieces(self) -> Pieces: ...
+
     @property
     def measured(self) -> bool: ...
 
@@ -114,6 +142,8 @@ class Buffer(Protocol):
     def field(self, name: str) -> Tensor: ...
 
     def per_row(self) -> np.ndarray[Any, Any]: ...
+
+    def per_row_later(self) -> Callable[[], np.ndarray[Any, Any]]: ...
 
 
 @dataclass(frozen=True)
@@ -146,8 +176,10 @@ class StepStats:
     readable for three further steps; later they raise :class:`mo_fused.errors.StaleStatsError`.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], names: Callable[[], Sequence[Any]]) -> None:
+    def __init__(self, buffers: Sequence[Buffer], names: Callable[[], Sequence[Any]], rows: object = None) -> None:
+        """``rows``: the same object as long as the buffers' rows stay the same; None where they are another's."""
         self._buffers = buffers
+        self._rows = rows
         self._generations = [b.generation for b in buffers]
         self._names = names
         self._measured = buffers[0].measured
@@ -237,10 +269,22 @@ class StepStats:
 
         Returns Python numbers: this reads the whole buffer and therefore waits for the device once.
         """
-        rows = np.concatenate([b.per_row() for b in self._fresh()])
+        return self._by_key([b.per_row() for b in self._fresh()], self._names())
+
+    def per_param_later(self) -> Callable[[], dict[Any, ParamStats]]:
+        """What :meth:`per_param` gives for this step, without waiting: a copy to the host is queued.
+
+        Returns:
+            A function that waits for the copy alone, at any time: it does not become stale.
+        """
+        later, names = [b.per_row_later() for b in self._fresh()], list(self._names())
+        return lambda: self._by_key([rows() for rows in later], names)
+
+    def _by_key(self, parts: Sequence[np.ndarray[Any, Any]], names: Sequence[Any]) -> dict[Any, ParamStats]:
+        rows = np.concatenate(parts)
         measured, updated = self._measured, self._updated
         out: dict[Any, ParamStats] = {}
-        for key, row, whole in self._names():
+        for key, row, whole in names:
             values = dict(zip(ROW, rows[row].tolist(), strict=True))
             if not values["active"]:
                 continue

@@ -123,7 +123,7 @@ def test_config_says_what_ran(runs: dict[str, Any]) -> None:
     assert config["environment"]["torch"] == str(torch.__version__)
     given = {name: config[name] for name in TrainConfig.__dataclass_fields__}
     assert asdict(TrainConfig(**given)) == given, "the settings can be given again as they stand"
-    names = ["changes.jsonl", "checkpoints", "config.yaml", "metrics.jsonl"]
+    names = ["changes.jsonl", "checkpoints", "config.yaml", "details.jsonl", "events.jsonl", "metrics.jsonl"]
     assert sorted(p.name for p in runs["torch"][0].iterdir()) == names
 
 

@@ -24,7 +24,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "vision": {"width": 4, "batch_size": 16, "warmup_steps": 4},
     "ctr": {"width": 4, "context": 5, "batch_size": 16, "warmup_steps": 4},
 }
-MEASURED = ("step_seconds", "tokens_per_second", "samples_per_second")
+MEASURED = ("step_seconds", "tokens_per_second", "samples_per_second", "data_share", "memory_host", "memory_device")
 
 
 def config(task: str, folder: Path, **changes: Any) -> TrainConfig:
@@ -63,14 +63,14 @@ def assert_same_run(folder: Path, undisturbed: Path, step: int) -> None:
 
 def stopping_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """SIGINT while this step is being logged."""
-    log_step = train_module._Log.step
+    log_step = train_module.Monitor.step
 
     def stepped(self: Any, loss: Any, info: Any) -> None:
         log_step(self, loss, info)
         if info["step"] == step:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(train_module._Log, "step", stepped)
+    monkeypatch.setattr(train_module.Monitor, "step", stepped)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_stopped_by_ctrl_c_and_given_again(
     whole = run(config(task, tmp_path / "whole", **changes))
     assert whole.status == 0
     metric = {"lm": "bits per byte", "vision": "accuracy", "ctr": "AUC"}[task]
-    assert f", {metric} {whole.val_metric:.4f}" in capsys.readouterr().out.splitlines()[-3], "it ends with its metric"
+    assert f", {metric} {whole.val_metric:.4f}" in capsys.readouterr().out.splitlines()[-2], "it ends with its metric"
     for stop in (3, 4, 5):
         with monkeypatch.context() as patch:
             stopping_at(patch, stop)

@@ -372,7 +372,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._offload.settle_gradients()
         hidden = hook is not None and hook.hits > hits and bool(rows.devices)
         names = partial(_stats_rows, self.param_groups, rows.all, options["stats"], hidden)
-        self.__dict__["_last_step"] = StepStats(buffers, names)
+        self.__dict__["_last_step"] = StepStats(buffers, names, rows.all)
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from mo_fused.training.groups import decay_groups as decay_groups
     from mo_fused.training.islands import fp32_island as fp32_island
     from mo_fused.training.islands import remove_fp32_islands as remove_fp32_islands
+    from mo_fused.training.layers_watch import LayerNorms as LayerNorms
+    from mo_fused.training.layers_watch import layer_norms as layer_norms
     from mo_fused.training.layerwise import layer_decay as layer_decay
+    from mo_fused.training.monitor import Monitor as Monitor
     from mo_fused.training.overfit import OverfitCheck as OverfitCheck
     from mo_fused.training.padding import PaddedBatch as PaddedBatch
     from mo_fused.training.padding import count_targets as count_targets
@@ -52,6 +55,12 @@ if TYPE_CHECKING:
     from mo_fused.training.schedules import warmup_stable_decay as warmup_stable_decay
     from mo_fused.training.seeding import LoaderSeeds as LoaderSeeds
     from mo_fused.training.seeding import seed_everything as seed_everything
+    from mo_fused.training.sinks import Console as Console
+    from mo_fused.training.sinks import JsonLines as JsonLines
+    from mo_fused.training.sinks import MLflow as MLflow
+    from mo_fused.training.sinks import Sink as Sink
+    from mo_fused.training.sinks import TensorBoard as TensorBoard
+    from mo_fused.training.sinks import WandB as WandB
     from mo_fused.training.snapshot import kept_state as kept_state
     from mo_fused.training.sweep import Sweep as Sweep
     from mo_fused.training.tasks import Task as Task
@@ -61,33 +70,55 @@ if TYPE_CHECKING:
     from mo_fused.training.trainer import Trainer as Trainer
     from mo_fused.training.trainer_step import LossFn as LossFn
     from mo_fused.training.trainer_step import StepMonitor as StepMonitor
+    from mo_fused.training.watchers import DeadGradient as DeadGradient
+    from mo_fused.training.watchers import LossSpike as LossSpike
+    from mo_fused.training.watchers import NonFinite as NonFinite
+    from mo_fused.training.watchers import NormOutlier as NormOutlier
+    from mo_fused.training.watchers import Plateau as Plateau
+    from mo_fused.training.watchers import ScaleCollapse as ScaleCollapse
+    from mo_fused.training.watchers import Watcher as Watcher
 
 _HOMES = {
     "Checkpoints": "checkpoints",
+    "Console": "sinks",
+    "DeadGradient": "watchers",
     "Feed": "feed",
     "Finding": "findings",
     "InputError": "errors",
+    "JsonLines": "sinks",
+    "LayerNorms": "layers_watch",
     "LoaderSeeds": "seeding",
     "LossFn": "trainer_step",
+    "LossSpike": "watchers",
+    "MLflow": "sinks",
+    "Monitor": "monitor",
     "NO_DECAY": "rules",
+    "NonFinite": "watchers",
+    "NormOutlier": "watchers",
     "OverfitCheck": "overfit",
     "PRESETS": "presets",
     "PaddedBatch": "padding",
     "ParamGroups": "param_table",
+    "Plateau": "watchers",
     "Preflight": "preflight",
     "Preset": "presets",
     "RECOMMENDATION": "presets",
     "Rule": "rules",
     "RunFolder": "run_folder",
     "RunResult": "train",
+    "ScaleCollapse": "watchers",
+    "Sink": "sinks",
     "StepMonitor": "trainer_step",
     "StepProfiler": "profiling",
     "Sweep": "sweep",
     "TEXT": "presets",
     "Task": "tasks",
+    "TensorBoard": "sinks",
     "TrainConfig": "config",
     "Trainer": "trainer",
     "VISION": "presets",
+    "WandB": "sinks",
+    "Watcher": "watchers",
     "build_task": "tasks",
     "checkpoint_activations": "recompute",
     "count_targets": "padding",
@@ -99,6 +130,7 @@ _HOMES = {
     "keep_activations": "recompute",
     "kept_state": "snapshot",
     "layer_decay": "layerwise",
+    "layer_norms": "layers_watch",
     "load_checkpoint": "checkpoints",
     "load_config": "config_file",
     "pad_batch": "padding",
@@ -118,30 +150,45 @@ _HOMES = {
 
 __all__ = [
     "Checkpoints",
+    "Console",
+    "DeadGradient",
     "Feed",
     "Finding",
     "InputError",
+    "JsonLines",
+    "LayerNorms",
     "LoaderSeeds",
     "LossFn",
+    "LossSpike",
+    "MLflow",
+    "Monitor",
     "NO_DECAY",
+    "NonFinite",
+    "NormOutlier",
     "OverfitCheck",
     "PRESETS",
     "PaddedBatch",
     "ParamGroups",
+    "Plateau",
     "Preflight",
     "Preset",
     "RECOMMENDATION",
     "Rule",
     "RunFolder",
     "RunResult",
+    "ScaleCollapse",
+    "Sink",
     "StepMonitor",
     "StepProfiler",
     "Sweep",
     "TEXT",
     "Task",
+    "TensorBoard",
     "TrainConfig",
     "Trainer",
     "VISION",
+    "WandB",
+    "Watcher",
     "build_task",
     "checkpoint_activations",
     "count_targets",
@@ -153,6 +200,7 @@ __all__ = [
     "keep_activations",
     "kept_state",
     "layer_decay",
+    "layer_norms",
     "load_checkpoint",
     "load_config",
     "pad_batch",

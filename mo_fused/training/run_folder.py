@@ -23,22 +23,11 @@ from typing import Any, BinaryIO
 from mo_fused.training.atomic import write_atomically
 from mo_fused.training.config_file import read_yaml
 from mo_fused.training.errors import InputError, bad_input
+from mo_fused.training.record import RECORD
 
-METRICS: dict[str, str] = {
-    "step": "optimizer steps done, from 1",
-    "loss": "training loss of this step's batch, before the step",
-    "lr": "learning rate of the first group in this step",
-    "grad_norm": "global gradient norm before clipping",
-    "update_norm": "norm of the change that the rule asked for",
-    "clip_coef": "factor on the gradients, 1 when not clipped",
-    "skipped": "true when the step changed nothing",
-    "step_seconds": "wall time of the step, validation not counted",
-    "samples_per_second": "samples of the step divided by step_seconds",
-    "tokens_per_second": "tokens of the step divided by step_seconds; null where the task has none",
-    "val_loss": "validation loss after this step",
-    "val_metric": "the task's own metric on the validation data after this step",
-}
-_FILES = ("config.yaml", "metrics.jsonl", "changes.jsonl")
+METRICS = RECORD
+"""Keys of a line, and what they mean."""
+_FILES = ("config.yaml", "metrics.jsonl", "changes.jsonl", "details.jsonl", "events.jsonl", "report.html")
 _FOLDERS = ("checkpoints", "profile")
 
 

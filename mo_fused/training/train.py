@@ -6,37 +6,44 @@ import math
 import os
 import platform
 import signal
-import statistics
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from mo_fused import __version__
+from mo_fused.optim.base import FusedOptimizer
 from mo_fused.training.changes import check_changes, record_changes
 from mo_fused.training.checkpoints import Checkpoints
 from mo_fused.training.config import TrainConfig
-from mo_fused.training.deferred import Deferred
 from mo_fused.training.device import choose_device
 from mo_fused.training.errors import InputError, bad_input
-from mo_fused.training.profiling import profile_steps
+from mo_fused.training.monitor import Monitor
+from mo_fused.training.profiling import StepProfiler, profile_steps
+from mo_fused.training.progress import Progress
 from mo_fused.training.run_folder import RunFolder
 from mo_fused.training.seeding import seed_everything
+from mo_fused.training.sinks import JsonLines
 from mo_fused.training.tasks import Task, build_task
 from mo_fused.training.trainer import Trainer
 from mo_fused.training.trial import is_out_of_memory
-
-_RECENT = 20  # steps that the reported training loss is averaged over: a single batch's loss is too noisy to compare
+from mo_fused.training.watchers import (
+    DeadGradient,
+    LossSpike,
+    NonFinite,
+    NormOutlier,
+    Plateau,
+    ScaleCollapse,
+    Watcher,
+)
 
 
 @dataclass(frozen=True)
@@ -61,102 +68,6 @@ class RunResult:
         return 128 + self.stopped_by if self.stopped_by is not None else 1 if self.diverged else 0
 
 
-@dataclass
-class _Pending:
-    """A step whose numbers may still be on the device. They are read one step later."""
-
-    values: Deferred
-    row: dict[str, float | bool | None]
-
-    def read(self) -> dict[str, float | bool | None]:
-        values = self.values.read()
-        return {**self.row, **values, "skipped": bool(values.get("skipped", False))}
-
-
-class _Log:
-    """The run's monitor: finished rows go to the run folder and the progress bar; keeps what the summary needs.
-
-    Args:
-        folder: an open run folder.
-        bar: tqdm's, at the step that the run begins with.
-        task: names its metric and says how many tokens a batch holds.
-        config: the run's settings.
-    """
-
-    def __init__(self, folder: RunFolder, bar: Any, task: Task, config: TrainConfig) -> None:
-        self.folder, self.bar, self.task = folder, bar, task
-        self.profile = None
-        if config.profile:
-            self.profile = profile_steps(config.profile, folder.path)
-        self.trainer: Trainer | None = None
-        self.losses: deque[float] = deque(maxlen=_RECENT)
-        self.pending: _Pending | None = None
-        self.validation: dict[str, float] = {}
-        self.diverged_at: int | None = None
-        self.skipped = 0
-
-    def take_up(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Count what an earlier process of this run has logged."""
-        for row in rows:
-            if row.get("loss") is not None:
-                self.losses.append(row["loss"])
-            if row.get("val_loss") is not None:
-                self.validation = {key: row[key] for key in ("val_loss", "val_metric") if row.get(key) is not None}
-            self.skipped += bool(row.get("skipped"))
-
-    def step(self, loss: Tensor, batch_info: Mapping[str, Any]) -> None:
-        """Log the step before this one, and keep this one until its numbers have arrived."""
-        self.flush()
-        seconds, samples = batch_info["seconds"], batch_info["samples"]
-        tokens = None if self.task.tokens_per_batch is None else self.task.tokens_per_batch * batch_info["batches"]
-        row: dict[str, float | bool | None] = {
-            "step": batch_info["step"],
-            "lr": batch_info["lr"],
-            "step_seconds": seconds,
-            "samples_per_second": samples / seconds,
-            "tokens_per_second": None if tokens is None else tokens / seconds,
-            **(batch_info["validation"] or {}),
-        }
-        self.pending = _Pending(Deferred({"loss": loss, **batch_info["measured"]}), row)
-        if self.profile is not None:
-            self.profile.step()
-        if batch_info["validation"]:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the step that waits, if one does."""
-        pending, self.pending = self.pending, None
-        if pending is None:
-            return
-        row = pending.read()
-        self.folder.write_metrics(row)
-        loss, norm = (float(row.get(key) or 0.0) for key in ("loss", "grad_norm"))
-        self.losses.append(loss)
-        self.bar.set_postfix_str(f"loss {loss:.3f}, lr {row['lr']:.2e}, grad_norm {norm:.2f}", refresh=False)
-        self.bar.update(1)
-        if row.get("val_loss") is not None:
-            self.validation = {key: float(row[key] or 0.0) for key in ("val_loss", "val_metric") if key in row}
-            reached = f"training loss {self.train_loss:.3f}, validation loss {self.validation['val_loss']:.3f}"
-            metric = f", {self.task.metric} {self.validation['val_metric']:.4f}"
-            self.bar.write(f"step {row['step']}: {reached}{metric}")
-            sys.stdout.flush()
-        if not math.isfinite(loss) and self.diverged_at is None:
-            self.diverged_at = int(row["step"] or 0)
-            if self.trainer is not None:
-                self.trainer.stop(save=False)
-        self.skipped += bool(row["skipped"])
-
-    def close(self) -> None:
-        """Write what waits, and the trace if its steps were not reached."""
-        self.flush()
-        if self.profile is not None:
-            self.profile.close()
-
-    @property
-    def train_loss(self) -> float:
-        return statistics.fmean(self.losses) if self.losses else math.nan
-
-
 def run(config: TrainConfig) -> RunResult:
     """Train as ``config`` says, write the run folder, print what happens to standard output (the bar: standard error).
 
@@ -179,17 +90,17 @@ def run(config: TrainConfig) -> RunResult:
     # Off a terminal each refresh is a line of a log file: a few are enough.
     pace = 0.2 if sys.stderr.isatty() else 15.0
     bar = tqdm(total=config.steps, desc=config.task, unit="step", mininterval=pace, dynamic_ncols=True, delay=0)
+    monitor: Monitor | None = None
     try:
         settings = {**asdict(config), "device": str(device), "run_dir": str(folder.path), **_facts(task)}
         check_changes(folder, settings)
-        log = _Log(folder, bar, task, config)
-        trainer = _trainer(config, task, optimizer, schedule, log, folder)
+        trainer = _trainer(config, task, optimizer, schedule, folder)
         source = trainer.resume() if folder.resumed else None  # before anything is written: it may refuse
         changed = record_changes(folder, settings)
         folder.write_config(settings)
-        if folder.resumed:
-            folder.cut_metrics(trainer.step)
-            log.take_up(folder.read_metrics())
+        progress = Progress(bar, task)
+        profiler = profile_steps(config.profile, folder.path) if config.profile else None
+        monitor = _monitor(trainer, progress, folder, profiler)
         print(f"{config.task}: {task.summary}")
         per_step = _per_step(config, task)
         print(f"{config.optimizer} {config.preset.optimizer} on {device}, {config.steps} steps of {per_step}")
@@ -203,9 +114,12 @@ def run(config: TrainConfig) -> RunResult:
         bar.update(before)  # steps of earlier processes
         with _interruptible(trainer.stop) as stopped_by, _memory_errors():
             trainer.fit(task.loader, config.steps)
-        log.close()
+        monitor.close()
+        trace = None if profiler is None else profiler.close()
         seconds = time.perf_counter() - started
     except BaseException:
+        if monitor is not None:
+            monitor.close()
         folder.discard()
         raise
     finally:
@@ -216,14 +130,47 @@ def run(config: TrainConfig) -> RunResult:
         run_dir=folder.path,
         steps_done=trainer.step,
         stopped_by=stopped_by[0] if stopped_by and not finished else None,
-        diverged=log.diverged_at is not None,
-        train_loss=log.train_loss,
-        val_loss=log.validation.get("val_loss"),
-        val_metric=log.validation.get("val_metric"),
+        diverged=progress.diverged_at is not None,
+        train_loss=progress.train_loss,
+        val_loss=progress.validation.get("val_loss"),
+        val_metric=progress.validation.get("val_metric"),
         seconds=seconds,
     )
-    print(_summary(config, task, log, result, trainer.step - before), flush=True)
+    print(_summary(config, task, progress, result, trainer.step - before, trace), flush=True)
     return result
+
+
+def _monitor(trainer: Trainer, progress: Progress, folder: RunFolder, profiler: StepProfiler | None) -> Monitor:
+    """Gives the trainer its monitor, with the log cut back to the trainer's step where the run goes on."""
+    lines = JsonLines(folder)
+    if folder.resumed:
+        folder.cut_metrics(trainer.step)
+        lines.cut(trainer.step)
+        progress.take_up(folder.read_metrics())
+    watchers: list[Any] = [kind(action="log") for kind in (LossSpike, NonFinite, NormOutlier, Plateau, ScaleCollapse)]
+    if isinstance(trainer.optimizer, FusedOptimizer):  # others don't tell what is looked at
+        watchers.append(DeadGradient(action="log"))
+    if profiler is not None:
+        watchers.append(_Profiled(profiler))
+    monitor = Monitor(
+        trainer.optimizer, [progress, lines], watchers, model=trainer.model, scaler=trainer.precision.scaler
+    )
+    monitor.skipped_steps = progress.skipped
+    monitor.on_stop.append(trainer.stop)
+    progress.on_divergence = lambda: trainer.stop(save=False)
+    trainer.monitor = monitor
+    return monitor
+
+
+class _Profiled(Watcher):
+    """Tells the profiler of each step."""
+
+    def __init__(self, profiler: StepProfiler) -> None:
+        super().__init__(action="log")
+        self.profiler = profiler
+
+    def on_step(self, monitor: Any, loss: Any, batch_info: Mapping[str, Any]) -> None:
+        self.profiler.step()
 
 
 def _optimizer(config: TrainConfig, task: Task) -> tuple[Optimizer, LRScheduler]:
@@ -240,16 +187,15 @@ def _optimizer(config: TrainConfig, task: Task) -> tuple[Optimizer, LRScheduler]
 
 
 def _trainer(
-    config: TrainConfig, task: Task, optimizer: Optimizer, schedule: LRScheduler, log: _Log, folder: RunFolder
+    config: TrainConfig, task: Task, optimizer: Optimizer, schedule: LRScheduler, folder: RunFolder
 ) -> Trainer:
-    trainer = Trainer(
+    return Trainer(
         task.model,
         optimizer,
         task.loss_fn,
         schedule=schedule,
         precision=config.precision,
         accumulate=config.accumulate,
-        monitor=log,
         checkpoints=Checkpoints(
             folder.checkpoints,
             every=config.checkpoint_every,
@@ -262,8 +208,6 @@ def _trainer(
         max_grad_norm=config.preset.max_grad_norm if config.optimizer == "torch" else None,
         config=asdict(config),
     )
-    log.trainer = trainer
-    return trainer
 
 
 def _schedule_end(schedule: LRScheduler) -> float:
@@ -278,7 +222,9 @@ def _per_step(config: TrainConfig, task: Task) -> str:
     )
 
 
-def _summary(config: TrainConfig, task: Task, log: _Log, result: RunResult, steps: int) -> str:
+def _summary(
+    config: TrainConfig, task: Task, progress: Progress, result: RunResult, steps: int, trace: Path | None
+) -> str:
     """The last lines; ``steps`` were done by this process."""
     unit, each = "samples", task.samples_per_batch
     if task.tokens_per_batch is not None:
@@ -289,21 +235,23 @@ def _summary(config: TrainConfig, task: Task, log: _Log, result: RunResult, step
         validation = f"{result.val_loss:.4f}, {task.metric} {result.val_metric or 0.0:.4f}"
         best = task.data.get("best_auc")
         validation += f" (best possible {best:.4f})" if isinstance(best, float) else ""
-    recent = f"mean of the last {len(log.losses)} steps"
-    lines = [f"{result.seconds:.1f} s, {rate:,.0f} {unit}/s; run folder {result.run_dir}"]
+    recent = f"mean of the last {len(progress.losses)} steps"
+    lines = []
+    if progress.skipped:
+        lines.append(f"{progress.skipped} steps with a gradient that was not finite were skipped")
+    lines.append(f"{result.seconds:.1f} s, {rate:,.0f} {unit}/s; run folder {result.run_dir}")
+    if trace is not None:
+        lines.append(f"profile {trace} (opens in Perfetto and TensorBoard)")
+    lines.append(f"to see it: mo-fused report {result.run_dir}")
     if result.steps_done:
-        lines.insert(0, f"training loss {result.train_loss:.4f} ({recent}), validation loss {validation}")
-    if log.skipped:
-        lines.insert(0, f"{log.skipped} steps with a gradient that was not finite were skipped")
-    if log.profile is not None and log.profile.path is not None:
-        lines.append(f"profile {log.profile.path} (opens in Perfetto and TensorBoard)")
+        lines.append(f"training loss {result.train_loss:.4f} ({recent}), validation loss {validation}")
     if result.stopped_by is not None:
         by = "Ctrl-C" if result.stopped_by == signal.SIGINT else signal.Signals(result.stopped_by).name
         lines.append(f"go on with: mo-fused train --resume {result.run_dir}")
         lines.append(f"stopped by {by} at step {result.steps_done} of {config.steps}")
-    elif log.diverged_at is not None:
+    elif progress.diverged_at is not None:
         lines.append(
-            f"ended early: expected a finite loss; found none at step {log.diverged_at} of {config.steps}. "
+            f"ended early: expected a finite loss; found none at step {progress.diverged_at} of {config.steps}. "
             f"Try a lower --lr than {config.lr:g}."
         )
     else:
