@@ -200,10 +200,14 @@ def test_a_refused_checkpoint_leaves_the_folder_as_it_is(tmp_path: Path) -> None
 
 
 def test_what_changed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, changes in (("a", {}), ("b", {"lr": 1e-3}), ("c", {"lr": 2e-3, "weight_decay": 0.1})):
+    for name, changes in (
+        ("a", {}),
+        ("b", {"lr": 1e-3, "validate_every": 6}),
+        ("c", {"lr": 2e-3, "weight_decay": 0.1, "validate_every": 6}),
+    ):
         run(config("lm", tmp_path / name, **changes))
     said = capsys.readouterr().out
-    assert "one setting changed against a: lr: 0.003 -> 0.001" in said
+    assert "one setting changed against a: lr: 0.003 -> 0.001\n  validate_every: 4 -> 6 (changes nothing in the" in said
     assert "2 settings changed against b: the cause of a difference can't be told" in said
     (record,) = [json.loads(line) for line in (tmp_path / "c" / "changes.jsonl").read_text().splitlines()]
     assert [change["key"] for change in record["changes"]] == ["lr", "weight_decay"]

@@ -22,6 +22,8 @@ RESUMABLE = ("steps", "device", "validate_every", "checkpoint_every", "keep_chec
 """What may change when a run is resumed: it changes no step that was done. ``steps`` may only grow."""
 
 
+NEUTRAL = ("validate_every", "checkpoint_every", "keep_checkpoints", "profile")
+"""Settings that change what is written and not what is trained."""
 DERIVED = ("warmup_steps", "min_lr_ratio")
 """Settings whose default depends on other settings."""
 
@@ -100,13 +102,16 @@ def record_changes(folder: RunFolder, settings: Mapping[str, Any]) -> list[str]:
 def _report(changes: list[Change], against: str, *, resumed: bool) -> list[str]:
     if resumed:
         return [f"resumed with {_shown(change)}" for change in changes]
-    if not changes:
-        return [f"no setting changed against {against}"]
-    if len(changes) == 1:
-        return [f"one setting changed against {against}: {_shown(changes[0])}"]
+    counting = [change for change in changes if change["key"] not in NEUTRAL]
+    others = [f"  {_shown(change)} (changes nothing in the training)" for change in changes if change not in counting]
+    if not counting:
+        return [f"no setting changed against {against}", *others]
+    if len(counting) == 1:
+        return [f"one setting changed against {against}: {_shown(counting[0])}", *others]
     return [
-        f"{len(changes)} settings changed against {against}: the cause of a difference can't be told",
-        *(f"  {_shown(change)}" for change in changes),
+        f"{len(counting)} settings changed against {against}: the cause of a difference can't be told",
+        *(f"  {_shown(change)}" for change in counting),
+        *others,
     ]
 
 

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mo_fused.training.sinks import Sink
+from mo_fused.training.sinks.console import line
 from mo_fused.training.tasks import Task
 
+EVERY = 50  # steps from one line to the next
 RECENT = 20  # steps that the reported training loss is averaged over: a single batch's loss is too noisy to compare
 
 
@@ -63,7 +65,9 @@ class Progress(Sink):
         if self._note_validation(record):
             reached = f"training loss {self.train_loss:.3f}, validation loss {self.validation['val_loss']:.3f}"
             metric = f", {self.task.metric} {self.validation['val_metric']:.4f}"
-            self._print(f"step {record['step']}: {reached}{metric}")
+            self.print(f"step {record['step']}: {reached}{metric}")
+        elif record["step"] % EVERY == 0:
+            self.print(f"step {record['step']}: {line(record)}")
         if not math.isfinite(loss) and self.diverged_at is None:
             self.diverged_at = int(record["step"])
             if self.on_divergence is not None:
@@ -72,7 +76,7 @@ class Progress(Sink):
     def event(self, event: dict[str, Any]) -> None:
         """A watcher's finding."""
         self.findings += 1
-        self._print(f"step {event['step']}: {event['watcher']}: {event['message']}")
+        self.print(f"step {event['step']}: {event['watcher']}: {event['message']}")
 
     def _note_validation(self, row: Mapping[str, Any]) -> bool:
         if row.get("val_loss") is None:
@@ -80,6 +84,7 @@ class Progress(Sink):
         self.validation = {key: float(row[key]) for key in ("val_loss", "val_metric") if row.get(key) is not None}
         return True
 
-    def _print(self, line: str) -> None:
+    def print(self, line: str) -> None:
+        """A line above the bar."""
         self.bar.write(line)
         sys.stdout.flush()

@@ -26,6 +26,7 @@ from mo_fused.training.checkpoints import Checkpoints
 from mo_fused.training.config import TrainConfig
 from mo_fused.training.device import choose_device
 from mo_fused.training.errors import InputError, bad_input
+from mo_fused.training.layers_watch import layer_norms
 from mo_fused.training.monitor import Monitor
 from mo_fused.training.profiling import StepProfiler, profile_steps
 from mo_fused.training.progress import Progress
@@ -100,7 +101,7 @@ def run(config: TrainConfig) -> RunResult:
         folder.write_config(settings)
         progress = Progress(bar, task)
         profiler = profile_steps(config.profile, folder.path) if config.profile else None
-        monitor = _monitor(trainer, progress, folder, profiler)
+        monitor = _monitor(trainer, progress, folder, profiler, config.steps)
         print(f"{config.task}: {task.summary}")
         per_step = _per_step(config, task)
         print(f"{config.optimizer} {config.preset.optimizer} on {device}, {config.steps} steps of {per_step}")
@@ -140,7 +141,9 @@ def run(config: TrainConfig) -> RunResult:
     return result
 
 
-def _monitor(trainer: Trainer, progress: Progress, folder: RunFolder, profiler: StepProfiler | None) -> Monitor:
+def _monitor(
+    trainer: Trainer, progress: Progress, folder: RunFolder, profiler: StepProfiler | None, steps: int
+) -> Monitor:
     """Gives the trainer its monitor, with the log cut back to the trainer's step where the run goes on."""
     lines = JsonLines(folder)
     if folder.resumed:
@@ -153,8 +156,16 @@ def _monitor(trainer: Trainer, progress: Progress, folder: RunFolder, profiler: 
     if profiler is not None:
         watchers.append(_Profiled(profiler))
     monitor = Monitor(
-        trainer.optimizer, [progress, lines], watchers, model=trainer.model, scaler=trainer.precision.scaler
+        trainer.optimizer,
+        [progress, lines],
+        watchers,
+        # Twenty columns of the report's heat map, or more.
+        detail_every=min(500, max(1, steps // 20)),
+        model=trainer.model,
+        scaler=trainer.precision.scaler,
     )
+    if trainer.step == 0:
+        layer_norms(trainer.optimizer, model=trainer.model, write=progress.print)
     monitor.skipped_steps = progress.skipped
     monitor.on_stop.append(trainer.stop)
     progress.on_divergence = lambda: trainer.stop(save=False)
