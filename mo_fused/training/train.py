@@ -26,7 +26,7 @@ from mo_fused.training.checkpoints import Checkpoints
 from mo_fused.training.config import TrainConfig
 from mo_fused.training.device import choose_device
 from mo_fused.training.errors import InputError, bad_input
-from mo_fused.training.layers_watch import layer_norms
+from mo_fused.training.layers_watch import LayerNorms, layer_norms
 from mo_fused.training.monitor import Monitor
 from mo_fused.training.profiling import StepProfiler, profile_steps
 from mo_fused.training.progress import Progress
@@ -155,6 +155,8 @@ def _monitor(
         watchers.append(DeadGradient(action="log"))
     if profiler is not None:
         watchers.append(_Profiled(profiler))
+    if trainer.step == 0:
+        watchers.append(_Closed(layer_norms(trainer.optimizer, model=trainer.model, write=progress.print)))
     monitor = Monitor(
         trainer.optimizer,
         [progress, lines],
@@ -164,13 +166,22 @@ def _monitor(
         model=trainer.model,
         scaler=trainer.precision.scaler,
     )
-    if trainer.step == 0:
-        layer_norms(trainer.optimizer, model=trainer.model, write=progress.print)
     monitor.skipped_steps = progress.skipped
     monitor.on_stop.append(trainer.stop)
     progress.on_divergence = lambda: trainer.stop(save=False)
     trainer.monitor = monitor
     return monitor
+
+
+class _Closed(Watcher):
+    """Ends what looks at the first layers' norms together with the monitor."""
+
+    def __init__(self, norms: LayerNorms) -> None:
+        super().__init__(action="log")
+        self.norms = norms
+
+    def close(self) -> None:
+        self.norms.close()
 
 
 class _Profiled(Watcher):
