@@ -185,3 +185,15 @@ def test_released_gradients_with_statistics() -> None:
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
     assert handle.steps[1]["2"] == pytest.approx(handle.totals[1], rel=0.5) and len(handle.steps[1]) == 3
+
+
+def test_other_hooks_of_the_step_are_left_alone() -> None:
+    """torch goes through the hooks while the last step is looked at."""
+    model, lines, seen = three_layers(), list[str](), list[int]()
+    optimizer = mo_fused.AdamW(model.named_parameters(), stats=True)
+    handle = layer_norms(optimizer, every=1, until=2, write=lines.append)
+    optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    train(optimizer, model, 4)
+    assert len(seen) == 4 and len(lines) == 3 and lines[-1] == handle.table()
+    handle.close()
+    assert len(lines) == 3 and len(optimizer._optimizer_step_post_hooks) == 1

@@ -93,6 +93,7 @@ class LayerNorms:
         self.totals: dict[int, float] = {}
         self._write = write
         self._done = 0
+        self._ended = False
         self._measured: list[tuple[str, float]] | None = None
         self._handles: list[Any] = []
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -119,12 +120,17 @@ class LayerNorms:
         atexit.register(self._at_exit)
 
     def close(self) -> None:
-        """Takes the hooks away; prints the table if anything was measured. Once."""
-        if not self._handles:
-            return
+        """Takes the hooks away; prints the table if anything was measured and it was not printed yet."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._end()
+
+    def _end(self) -> None:
+        """The last step was looked at. Hooks stay, doing nothing: torch is going through them."""
+        if self._ended:
+            return
+        self._ended = True
         atexit.unregister(self._at_exit)
         if self.steps:
             self._write(self.table())
@@ -172,12 +178,14 @@ class LayerNorms:
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
         self._measured = None
+        if self._ended:
+            return
         if self._trains(optimizer) and self._due() and not _tells(optimizer):
             _refuse_without_gradients(optimizer)
             self._measured = self._look(optimizer)
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._trains(optimizer):
+        if self._ended or not self._trains(optimizer):
             return
         if self._due():
             found = self._measured
@@ -188,7 +196,7 @@ class LayerNorms:
             self._note(self._done + 1, found or [], optimizer)
         self._done += 1
         if self._done >= self.until:
-            self.close()
+            self._end()
 
     def _trains(self, optimizer: Optimizer) -> bool:
         known = None if self._optimizer is None else self._optimizer()
