@@ -177,3 +177,22 @@ def test_dead_gradient_says_when_it_cannot_look() -> None:
             loop.step()
         loop.step()
         assert len(loop.events) == 1
+
+
+def test_a_step_that_torchs_scaler_leaves_out_is_nothing_to_speak_of() -> None:
+    """The update would have measured the gradients; without one they are not known, for this step alone."""
+    model = three_layers()
+    optimizer = mo_fused.AdamW(model.named_parameters(), stats=True)
+    watcher, scaler = DeadGradient(5, action="log"), torch.amp.GradScaler("cpu", init_scale=8.0)
+    loop = Loop(optimizer, watcher)
+    for step in range(1, 13):
+        scaler.scale(torch.zeros(()))  # makes the scale
+        set_gradients(model, math.inf if step in (1, 4) else 0.1)
+        model[1].weight.grad = torch.full_like(model[1].weight, math.inf if step == 1 else 0.0)
+        scaler.step(optimizer)
+        scaler.update()
+        loop.step()
+    watcher.close()
+    (event,) = loop.events
+    assert event["parameters"] == ["1.weight"] and event["kind"] == "zero gradient"
+    assert event["step"] == 7, "steps 2, 3, 5, 6 and 7 are five"

@@ -24,6 +24,7 @@ from mo_fused.training.monitor import Monitor
 from mo_fused.training.record import RECORD
 from mo_fused.training.sinks import Sink
 from mo_fused.training.trainer import Trainer
+from mo_fused.training.watchers import NonFinite
 
 
 class Kept(Sink):
@@ -502,6 +503,25 @@ def test_stop_and_close() -> None:
     assert not opt._optimizer_step_pre_hooks and not opt._optimizer_step_post_hooks
 
 
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_monitor_that_nobody_holds_writes_its_last_step(watched: bool) -> None:
+    sink = Kept()
+
+    def loop() -> None:
+        model = model_of()
+        opt = mo_fused.AdamW(model.parameters())
+        monitor = Monitor(opt, [sink], [NonFinite()] if watched else [])
+        for step in range(3):
+            loss = gradients(model, step)
+            opt.step()
+            monitor.step(loss)
+
+    loop()
+    gc.collect()  # a watcher and its monitor hold each other
+    assert [record["step"] for record in sink.records] == [1, 2, 3]
+    assert sink.told[-1][0] == "close"
+
+
 def test_the_optimizer_does_not_keep_a_monitor_alive() -> None:
     opt = mo_fused.AdamW(model_of().parameters())
     monitor = Monitor(opt)
@@ -564,3 +584,34 @@ def test_in_a_trainer_and_its_trial() -> None:
     assert [record["step"] for record in sink.of("detail")] == [2, 4]
     for record in sink.records:
         assert record["param_norm"] > 0.0 and record["update_norm"] > 0.0 and 0.0 <= record["data_share"] <= 1.0
+
+
+def test_a_watcher_stops_a_trainer() -> None:
+    model, sink = model_of(), Kept()
+    opt = mo_fused.AdamW(model.parameters(), lr=0.1, stats=True)
+    monitor = Monitor(opt, [sink], [NonFinite(action="stop")])
+    calls: list[int] = []
+
+    def bad_in_step_3(model: nn.Module, batch: Any) -> Tensor:
+        calls.append(1)
+        return class_loss(model, batch) * (math.inf if len(calls) == 3 else 1.0)
+
+    trainer = Trainer(model, opt, bad_in_step_3, monitor=monitor)
+    with pytest.warns(RuntimeWarning, match="NonFinite, step 3"):
+        trainer.fit(padded_batches([7, 20, 13, 9, 5], length=5), 20)
+    assert trainer.step == 4 and monitor.stopped, "step 3 is read with step 4"
+    trainer.fit(padded_batches([7], length=5), 4)
+    assert monitor.on_stop == [trainer.stop]
+    monitor.close()
+
+
+def test_a_trainers_scale_is_recorded() -> None:
+    model, sink = model_of(), Kept()
+    opt = mo_fused.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    monitor = Monitor(opt, [sink])
+    Trainer(model, opt, class_loss, precision="fp16", scaler=scaler, monitor=monitor).fit(
+        padded_batches([7, 20], length=5), 2
+    )
+    monitor.close()
+    assert [(record["loss_scale"], record["skipped"]) for record in sink.records] == [(256.0, False)] * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
@@ -170,6 +171,24 @@ def test_only_a_new_folder_without_a_step_is_discarded(tmp_path: Path) -> None:
 
 
 # --- processes. Children are forked: they only touch files.
+
+
+def test_a_full_disk_is_an_error_of_the_line_and_not_of_closing(tmp_path: Path) -> None:
+    folder = RunFolder("lm", tmp_path / "r")
+    folder.write_metrics({"step": 1})
+    size = (tmp_path / "r" / "metrics.jsonl").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            folder.write_metrics({"step": 2})
+        folder.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    again = RunFolder("lm", tmp_path / "r", resume=True)
+    again.write_metrics({"step": 2})
+    again.close()
+    assert steps(tmp_path / "r") == [1, 2]
 
 
 def in_child(work: Callable[[], None]) -> int:

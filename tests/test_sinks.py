@@ -120,6 +120,13 @@ def test_any_line_is_json_for_every_reader() -> None:
     }
 
 
+def test_a_rate_that_is_not_finite_does_not_end_the_log(tmp_path: Path) -> None:
+    sink = JsonLines(tmp_path)
+    sink.write(record(1, lr=0.5, lrs=[0.5, math.inf]))
+    sink.close()
+    assert lines(tmp_path / "metrics.jsonl")[0]["lrs"] == [0.5, None]
+
+
 def test_a_cut_line_is_dropped_and_later_steps_can_be(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "details.jsonl", "events.jsonl"):
         (tmp_path / name).write_text("".join(f'{{"step": {n}}}\n' for n in range(1, 4)) + '{"step": 4')

@@ -1,4 +1,4 @@
-"""Files that are never seen half written."""
+"""Writing files: never seen half written, or as they are."""
 
 from __future__ import annotations
 
@@ -32,3 +32,10 @@ def write_atomically(path: Path, content: bytes | Callable[[BinaryIO], object]) 
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write_all(file: BinaryIO, data: bytes) -> None:
+    """Writes ``data`` to an unbuffered file, which may take less than it is given."""
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) or 0 :]

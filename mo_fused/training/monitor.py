@@ -50,8 +50,9 @@ class Monitor:
     read of both), and the histograms that were asked for. For these the monitor hooks the optimizer's step: gradients
     are counted right before it, so :meth:`step` may be called after ``zero_grad``, and updates right after it.
 
-    A sink or watcher that raises is left out from then on, with one warning. What waits is written at exit and after an
-    exception that ends the process; :class:`mo_fused.training.sinks.JsonLines` says what a killed process can lose.
+    A sink or watcher that raises is left out from then on, with one warning. What waits is written at exit, after an
+    exception that ends the process, and when nothing refers to the monitor any more;
+    :class:`mo_fused.training.sinks.JsonLines` says what a killed process can lose.
 
     Args:
         optimizer: any torch optimizer.
@@ -190,6 +191,11 @@ class Monitor:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        # A loop in a function of its own may end without close(); atexit finds nothing any more then.
+        if hasattr(self, "_at_exit"):  # not if __init__ has raised
+            self._close_at_exit()
 
     def request_detail(self) -> None:
         """Make a detailed record of the next step."""

@@ -7,6 +7,7 @@ import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from mo_fused.training.sinks import Sink
@@ -85,6 +86,7 @@ class Progress(Sink):
         return True
 
     def print(self, line: str) -> None:
-        """A line above the bar."""
-        self.bar.write(line)
-        sys.stdout.flush()
+        """A line above the bar; nowhere, once the reader of the output has gone (``| head``): the run goes on."""
+        with suppress(BrokenPipeError):
+            self.bar.write(line)
+            sys.stdout.flush()

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from mo_fused.training.atomic import write_atomically
+from mo_fused.training.atomic import write_all, write_atomically
 from mo_fused.training.config_file import read_yaml
 from mo_fused.training.errors import InputError, bad_input
 from mo_fused.training.record import RECORD
@@ -31,7 +31,7 @@ _FILES = ("config.yaml", "metrics.jsonl", "changes.jsonl", "details.jsonl", "eve
 _FOLDERS = ("checkpoints", "profile")
 
 
-def metrics_line(values: Mapping[str, float | bool | None]) -> str:
+def metrics_line(values: Mapping[str, Any]) -> str:
     """One line of ``metrics.jsonl`` (no line end) from the values that were measured.
 
     Raises:
@@ -40,12 +40,14 @@ def metrics_line(values: Mapping[str, float | bool | None]) -> str:
     unknown = values.keys() - METRICS.keys()
     if unknown:
         raise KeyError(f"no such metric: {', '.join(sorted(unknown))}; METRICS lists the {len(METRICS)} there are")
-    row: dict[str, float | bool | None] = {}
+    row: dict[str, Any] = {}
     for key in METRICS:
         value = values.get(key)
         if isinstance(value, float) and not math.isfinite(value):
             row[key] = None
             row[f"{key}_nonfinite"] = True
+        elif isinstance(value, (list, tuple)):  # the groups' rates
+            row[key] = [one if math.isfinite(one) else None for one in value]
         else:
             row[key] = value
     return json.dumps(row, allow_nan=False)
@@ -119,8 +121,7 @@ class RunFolder:
         line = metrics_line(values)
         if self._torn:
             self.cut_metrics(sys.maxsize)
-        self._metrics.write(f"{line}\n".encode())
-        self._metrics.flush()
+        write_all(self._metrics, f"{line}\n".encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl`` as dictionaries; those that are no JSON (cut by a crash) are left out."""
@@ -233,7 +234,8 @@ def _open_locked(path: Path, resume: bool) -> tuple[BinaryIO, bool]:
     for _ in range(10):
         existed = path.exists()
         exclusive = 0 if resume else os.O_EXCL
-        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | exclusive, 0o666), "ab")
+        # Unbuffered: after an error (a full disk) nothing is left that closing would try to write once more.
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | exclusive, 0o666), "ab", buffering=0)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

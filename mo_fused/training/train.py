@@ -167,7 +167,6 @@ def _monitor(
         scaler=trainer.precision.scaler,
     )
     monitor.skipped_steps = progress.skipped
-    monitor.on_stop.append(trainer.stop)
     progress.on_divergence = lambda: trainer.stop(save=False)
     trainer.monitor = monitor
     return monitor

@@ -173,6 +173,7 @@ class Trainer(TrainerSaving, Trials):
         self._loader = loader
         self._stop_asked, self._stop_words = False, []
         self._save_at_stop = True
+        self._join_monitor()
         self.model.train()
         while self.step < steps and not self._stopping():
             loss, info = self._one_step(feed)
@@ -206,6 +207,15 @@ class Trainer(TrainerSaving, Trials):
             save: whether a checkpoint is written then.
         """
         self._stop_asked, self._save_at_stop = True, save
+
+    def _join_monitor(self) -> None:
+        """A watcher's wish to stop ends this trainer's fit; a monitor without a scaler is told of this trainer's."""
+        monitor: Any = self.monitor
+        on_stop = getattr(monitor, "on_stop", None)
+        if isinstance(on_stop, list) and self.stop not in on_stop:
+            on_stop.append(self.stop)
+        if self.precision.scaler is not None and getattr(monitor, "scaler", self) is None:
+            monitor.scaler = self.precision.scaler
 
     def _open(self, loader: Iterable[Any]) -> Feed:
         """The feed of ``loader``, at the place that was resumed; then the generators as the checkpoint has them."""

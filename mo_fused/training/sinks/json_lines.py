@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mo_fused.errors import bad_option
+from mo_fused.training.atomic import write_all
 from mo_fused.training.errors import bad_input
 from mo_fused.training.run_folder import METRICS, RunFolder, metrics_line
 from mo_fused.training.sinks.base import Sink
@@ -47,7 +48,9 @@ class JsonLines(Sink):
         self._run = folder if isinstance(folder, RunFolder) else None
         own = (DETAILS_FILE, EVENTS_FILE) if self._run is not None else (METRICS_FILE, DETAILS_FILE, EVENTS_FILE)
         self._files: dict[str, BinaryIO] = {}
-        self._lock = threading.Lock()  # of the files, which the thread must not find closed under its hands
+        # Of the files, which the thread must not find closed under its hands. It may be the thread in which the garbage
+        # collector closes a monitor, and with it this.
+        self._lock = threading.RLock()
         self._error: OSError | None = None
         self._stopped = threading.Event()
         self._dirty = False
@@ -124,7 +127,7 @@ class JsonLines(Sink):
 
     def _append(self, name: str, line: str) -> None:
         self._raise_error()
-        _write_all(self._files[name], f"{line}\n".encode())
+        write_all(self._files[name], f"{line}\n".encode())
         self._dirty = True
 
     def _raise_error(self) -> None:
@@ -198,13 +201,6 @@ def _sync(paths: list[Path]) -> None:
 
 def _sync_folder(path: Path) -> None:
     _sync([path])
-
-
-def _write_all(file: BinaryIO, data: bytes) -> None:
-    """An unbuffered file may take less than it is given."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) or 0 :]
 
 
 def _drop_cut_line(path: Path) -> None:

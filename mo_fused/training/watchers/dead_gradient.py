@@ -52,7 +52,9 @@ class DeadGradient(Watcher):
         optimizer, step = monitor.optimizer, batch_info["step"]
         last = optimizer.last_step if isinstance(optimizer, FusedOptimizer) else None
         if last is None or not last._measured or last._rows is None:
-            self._cannot(step, optimizer)
+            # stats=True measures in the update, which a torch scaler may have told the step to leave out.
+            if last is None or last._rows is None or not optimizer.defaults["stats"]:
+                self._cannot(step, optimizer)
             return
         if last is self._last:  # a scaler has left the step out
             return
