@@ -52,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_train(commands)
     _add_report(commands)
+    _add_diagnose(commands)
     return parser
 
 
@@ -145,6 +146,20 @@ def _add_report(commands: Any) -> None:
     report_parser.set_defaults(handler=_report, program=report_parser.prog)
 
 
+def _add_diagnose(commands: Any) -> None:
+    text = "look for what went wrong in a run, and say what to change first"
+    about = (
+        f"{text[0].upper()}{text[1:]}. In this order: first loss, gradient norms, loss after the warm-up, late spikes, "
+        "train/validation gap, lost updates. The exit status is 0 whether or not something is found."
+    )
+    parser = commands.add_parser("diagnose", help=text, description=about)
+    parser.add_argument("run", metavar="RUN", help="folder of a run")
+    about = "number of classes, for the first loss expected of a mean cross-entropy (default: from the run's config)"
+    parser.add_argument("--classes", type=int, metavar="N", help=about)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(handler=_diagnose, program=parser.prog)
+
+
 def _default_by_task(name: str) -> str:
     """The tasks' defaults of a setting in words, "" if the setting has one default, or none, for all."""
     given = {task: defaults[name] for task, defaults in TASK_DEFAULTS.items() if name in defaults}
@@ -175,6 +190,14 @@ def _report(arguments: argparse.Namespace) -> int:
     for run in runs:
         print("\n".join([f"{run.path}: {len(run.steps)} steps read", *(f"  {note}" for note in run.notes)]))
     print("\n".join(f"report {file}" for file in files))
+    return 0
+
+
+def _diagnose(arguments: argparse.Namespace) -> int:
+    from mo_fused.training.diagnose import diagnose
+
+    found = diagnose(arguments.run, arguments.classes)
+    print(found.as_json() if arguments.json else found)
     return 0
 
 

@@ -263,7 +263,7 @@ def _summary(
     lines.append(f"{result.seconds:.1f} s, {rate:,.0f} {unit}/s; run folder {result.run_dir}")
     if trace is not None:
         lines.append(f"profile {trace} (opens in Perfetto and TensorBoard)")
-    lines.append(f"to see it: mo-fused report {result.run_dir}")
+    lines.append(f"to see it: mo-fused report {result.run_dir}; what is wrong: mo-fused diagnose {result.run_dir}")
     if result.steps_done:
         lines.append(f"training loss {result.train_loss:.4f} ({recent}), validation loss {validation}")
     if result.stopped_by is not None:
