@@ -615,3 +615,18 @@ def test_a_trainers_scale_is_recorded() -> None:
     )
     monitor.close()
     assert [(record["loss_scale"], record["skipped"]) for record in sink.records] == [(256.0, False)] * 2
+
+
+@pytest.mark.parametrize("options", [{"stats": True, "max_grad_norm": 0.5}, {"skip_nonfinite": True}, {}])
+def test_numbers_on_the_host_are_those_of_the_fields(options: dict[str, Any]) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = mo_fused.AdamW([weight], lr=0.1, **options)
+    weight.grad = torch.tensor([3.0, 4.0, 0.0])
+    optimizer.step()
+    last = optimizer.last_step
+    assert last is not None
+    numbers = last.on_host()
+    assert numbers is not None and numbers["clip_coef"] == (pytest.approx(0.1) if "max_grad_norm" in options else 1.0)
+    for name, value in numbers.items():
+        field = getattr(last, name)
+        assert value == (None if field is None else float(field)), name

@@ -67,7 +67,9 @@ class StepHooks:
             found["skipped"] = not stepped
         if stepped and isinstance(self.optimizer, FusedOptimizer):
             last = self.optimizer.last_step
-            found.update((name, getattr(last, name)) for name in _LAST_STEP if last is not None)
+            if last is not None:
+                numbers = last.on_host()
+                found.update(numbers or {name: getattr(last, name) for name in _LAST_STEP})
         elif stepped:
             found["skipped"] = False if self._found_inf is None else self._found_inf
         details, self._details = self._details, None
