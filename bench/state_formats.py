@@ -150,6 +150,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     """One record for each format and each of the steps asked for; printed as they come."""
     config = settings.config
     task = build_task(config, torch.device("cpu"))
+    batches = iter(task.loader)
     named = [(n, p) for n, p in task.model.named_parameters() if quantised.block_of(p, "int8")]
     params = [p for n, p in named if any(text in n for text in settings.only)]
     if not params:
@@ -169,7 +170,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
     streams = [masters.stream(config.seed, position) for position in range(len(params))]
     for step in range(1, max(settings.steps) + 1):
         optimizer.zero_grad()
-        task.training_loss().backward()  # type: ignore[no-untyped-call]
+        task.loss_fn(task.model, next(batches)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         keys = [masters.step_key(stream, step, quantised.STATE_SLOT) for stream in streams]
@@ -225,8 +226,8 @@ def arguments(words: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: does it run, not how far off")
     parser.add_argument("--json", metavar="FILE", help="append the results to FILE as JSON lines")
     parser.add_argument("--steps", metavar="N,N", help="after which steps to measure (default: 100,300)")
-    parser.add_argument("--lr", type=float, default=TrainConfig.lr)
-    parser.add_argument("--beta2", type=float, default=TrainConfig.beta2)
+    parser.add_argument("--lr", type=float, default=TrainConfig().lr)
+    parser.add_argument("--beta2", type=float, default=TrainConfig().beta2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="TEXT,TEXT", help="matrices whose name contains one (embedding,blocks.1)")
     parser.add_argument("--threads", type=int, help="torch.set_num_threads")

@@ -120,6 +120,7 @@ def train(job: Job) -> Run:
     sizes_of_model: dict[str, Any] = TINY if settings.quick else {}
     config = TrainConfig(steps=settings.steps, seed=job.seed, lr=settings.lr, **sizes_of_model)
     task = build_task(config, torch.device("cpu"))
+    batches = iter(task.loader)
     combination, model = job.combination, task.model.to(DTYPES[job.combination.params])
     optimizer = mo_fused.AdamW(
         decay_groups(model, config.weight_decay),
@@ -134,7 +135,7 @@ def train(job: Job) -> Run:
     schedule = warmup_cosine(optimizer, config.schedule_steps, config.warmup_steps, config.min_lr_ratio)
     for _ in range(config.steps):
         optimizer.zero_grad()
-        task.training_loss().backward()  # type: ignore[no-untyped-call]
+        task.loss_fn(task.model, next(batches)).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
     params = list(model.parameters())
@@ -142,7 +143,7 @@ def train(job: Job) -> Run:
     backends = tuple(sorted({row.backend for row in optimizer.explain()}))
     optimizer.zero_grad()
     model.float()
-    return Run(task.validation_loss(), *sizes, backends)
+    return Run(task.validate()["val_loss"], *sizes, backends)
 
 
 def case_of(steps: int, lr: float) -> str:
