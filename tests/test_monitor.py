@@ -630,3 +630,17 @@ def test_numbers_on_the_host_are_those_of_the_fields(options: dict[str, Any]) ->
     for name, value in numbers.items():
         field = getattr(last, name)
         assert value == (None if field is None else float(field)), name
+
+
+def test_a_trainers_numbers_are_copied_once() -> None:
+    """On the host the optimizer tells them as numbers: only the loss is a tensor on its way."""
+    model = model_of()
+    optimizer = mo_fused.AdamW(model.parameters(), lr=0.01, max_grad_norm=0.1, stats=True)
+    monitor = Monitor(optimizer)
+    Trainer(model, optimizer, class_loss, monitor=monitor).fit(padded_batches([4, 5]), 2)
+    (waiting,) = monitor._waiting
+    assert [list(values.read()) for values in waiting.values] == [["loss"]]
+    monitor.flush()
+    last = optimizer.last_step
+    assert last is not None and monitor.last is not None
+    assert monitor.last["grad_norm"] == float(last.grad_norm) and monitor.last["skipped"] is False

@@ -255,7 +255,10 @@ class Monitor:
         found["loss"] = loss
         if info.get("lr") is not None:
             found["lr"] = info["lr"]
-        found.update({key: value for key, value in (info.get("measured") or {}).items() if key in RECORD})
+        for key, value in (info.get("measured") or {}).items():
+            # What the optimizer has told as a number needs no copy of the same as a tensor.
+            if key in RECORD and not (isinstance(value, Tensor) and isinstance(found.get(key), float)):
+                found[key] = value
         validation = info.get("validation") or {}
         found.update({key: validation.get(key) for key in ("val_loss", "val_metric")})
         found["samples"], found["tokens"] = _counts(info)

@@ -15,27 +15,6 @@ from dataclasses import dataclass
 
 
 @dataclass
-class WarmupCosine:
-    """::
-
-    N <= k < T       m + (1 - m)/2 * (1 + cos(pi * p))    p = (k - N) / (T - 1 - N), so step T - 1 has m
-    k >= T           m
-    """
-
-    total_steps: int
-    warmup_steps: int
-    min_ratio: float
-
-    def __call__(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if step >= self.total_steps:
-            return self.min_ratio
-        progress = (step - self.warmup_steps) / max(1, self.total_steps - 1 - self.warmup_steps)
-        return self.min_ratio + 0.5 * (1.0 - self.min_ratio) * (1.0 + math.cos(math.pi * progress))
-
-
-@dataclass
 class WarmupLinear:
     """::
 
@@ -53,7 +32,22 @@ class WarmupLinear:
         if step >= self.total_steps:
             return self.min_ratio
         progress = (step - self.warmup_steps) / max(1, self.total_steps - 1 - self.warmup_steps)
-        return self.min_ratio + (1.0 - self.min_ratio) * (1.0 - progress)
+        return self.min_ratio + (1.0 - self.min_ratio) * self._left(progress)
+
+    def _left(self, progress: float) -> float:
+        return 1.0 - progress
+
+
+@dataclass
+class WarmupCosine(WarmupLinear):
+    """::
+
+    N <= k < T       m + (1 - m) * (1 + cos(pi * p)) / 2  p = (k - N) / (T - 1 - N), so step T - 1 has m
+    k >= T           m
+    """
+
+    def _left(self, progress: float) -> float:
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 @dataclass

@@ -13,14 +13,13 @@ from mo_fused.errors import bad_option
 from mo_fused.training.checkpoints import FORMAT_VERSION, Checkpoints, load_checkpoint
 from mo_fused.training.restoring import Parts, own_entry
 from mo_fused.training.rng import rng_state
-from mo_fused.training.trainer_step import StepMonitor, TrainerStep
+from mo_fused.training.trainer_step import TrainerStep
 
 
 class TrainerSaving(TrainerStep):
     """The part of :class:`Trainer` that saves and resumes."""
 
     checkpoints: Checkpoints | None
-    monitor: StepMonitor | None
     config: dict[str, Any]
     extra: dict[str, Any]
     step: int

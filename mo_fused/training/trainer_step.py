@@ -66,6 +66,7 @@ class TrainerStep:
     precision: Precision
     accumulate: int
     max_grad_norm: float | None
+    monitor: StepMonitor | None
     count: Callable[[Any], int]
     device: torch.device
     _processes: Processes
@@ -188,9 +189,9 @@ class TrainerStep:
             scaler.step(optimizer)
             scaler.update()
             skipped_now = not ours and scaler.get_scale() < before
-        if isinstance(optimizer, FusedOptimizer) and not skipped_now:
+        last = optimizer.last_step if isinstance(optimizer, FusedOptimizer) and not skipped_now else None
+        if last is not None and self.monitor is not None:
             names = ("grad_norm", "update_norm", "clip_coef", "skipped")
-            last = optimizer.last_step
             measured.update({name: value for name in names if (value := getattr(last, name)) is not None})
         if scaler is not None and not ours:
             measured["skipped"] = torch.tensor(skipped_now, device=self.device)
@@ -198,7 +199,10 @@ class TrainerStep:
         # That the step before this one was skipped is read only now, with this one queued.
         if self.schedule is not None and not skipped_now and not self._was_skipped():
             self.schedule.step()
-        self._skipped = Deferred({"skipped": measured["skipped"]}) if ours else None
+        self._skipped = None
+        if ours and last is not None:
+            known = last.on_host()
+            self._skipped = Deferred({"skipped": last.skipped}) if known is None else bool(known["skipped"])
         self._left_out = skipped_now
         return measured
 
