@@ -74,7 +74,19 @@ def mlp(width: int = 32, depth: int = 2, unit: type[nn.Module] = nn.ReLU) -> nn.
 
 
 def make_run(fault: str, folder: Path, seed: int = 0, steps: int = 400) -> Path:
-    """Trains with the fault planted; "healthy" and "healthy fp16" have none."""
+    """Trains with the fault planted; "healthy" and "healthy fp16" have none.
+
+    On one thread: tensors are tiny here, and further threads would only wait for each other.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _made(fault, folder, seed, steps)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _made(fault: str, folder: Path, seed: int, steps: int) -> Path:
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     data, model = clusters(generator), mlp()
