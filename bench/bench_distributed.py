@@ -1,6 +1,6 @@
 """What the norm of DTensors costs: wall time beside torch's utilities, in processes that take turns together.
 
-    python bench/bench_distributed.py [--quick] [--json FILE] [--rounds N] [--only TEXT]
+    python bench/bench_distributed.py [--quick] [--output FILE] [--rounds N] [--only TEXT]
 
 Two gloo processes on the CPU hold the halves of the 500 parameters of an FSDP2 model. Every process calls the same
 contender at the same time; the times are the first one's. Norms are far below the limit, so that nothing is scaled.
@@ -11,19 +11,19 @@ does: torch clips, then steps; ours does both in the step.
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
-import measure
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import Goal, Outcome, Sample, Settings
 
 import mo_fused
+from mo_fused.bench import facts, results
+from mo_fused.bench.case import Goal, Outcome, Settings, arguments
+from mo_fused.bench.race import sample
 
 PROCESSES = 2
 TENSORS = 500
@@ -124,8 +124,7 @@ def run(case: str, shape: tuple[int, int], settings: Settings) -> Outcome:
             child.join()
     samples = {}
     for name, found in times.items():
-        low, median, high = statistics.quantiles(found, n=4, method="inclusive")
-        samples[name] = Sample(median, low, high, len(found), 1)
+        samples[name] = sample(found, 1)
     count = 10 if settings.quick else TENSORS
     title = f"{case}, {count} DTensors {shape[0]}x{shape[1]} fp32 over {PROCESSES} gloo processes"
     goals = [GOAL] if case == "clip_grad_norm_" else []
@@ -133,15 +132,15 @@ def run(case: str, shape: tuple[int, int], settings: Settings) -> Outcome:
 
 
 def main() -> None:
-    settings = measure.arguments(__doc__)
-    facts = measure.circumstances()
-    print(measure.heading(facts))
+    settings = arguments(__doc__)
+    here = facts.circumstances()
+    print(facts.heading(here))
     for shape in SHAPES:
         for case in CASES:
             if settings.only in case:
                 done = run(case, shape, settings)
                 print(done.text())
-                measure.append(settings.json, done.records(), facts)
+                results.append(settings.output, done.records(), here)
 
 
 if __name__ == "__main__":

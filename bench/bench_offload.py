@@ -1,12 +1,10 @@
 """What offloading states costs: steps on the CPU, a file against its disk, a limit on memory, a training step on a GPU.
 
-    python bench/bench_offload.py [--quick] [--json FILE] [--rounds N] [--threads N] [--only TEXT] [--dir DIR]
+    python bench/bench_offload.py [--quick] [--output FILE] [--rounds N] [--threads N] [--only TEXT] [--dir DIR]
     python bench/bench_offload.py --limit [--quick] [--dir DIR]      steps within a quarter of the states' bytes
     python bench/bench_offload.py --only gpu [--batch N] [--model NAME]
 
-The races are over AdamW on GPT-2's 124 M parameters in fp32. Bytes counted, an element: a step moves 28, 4 more for the
-norm of clipping. Through the ring of ``offload="cpu"`` parameter and gradient are copied in and the parameter out (3 x
-8); to and from a file both moments are copied twice (4 x 8).
+The races are those of `mo-fused bench offload`, over AdamW on GPT-2's 124 M parameters in fp32.
 """
 
 from __future__ import annotations
@@ -28,58 +26,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import measure
 import numpy as np
 import torch
-from measure import Case, Contender, Settings, copy_contender
-from torch import Tensor
-from workloads import MAX_NORM, OURS, WORKLOADS, Shape, gpt2_shapes, ours
 
+from mo_fused.bench import case
+from mo_fused.bench.case import More, Settings
+from mo_fused.bench.offload import DISK, MODEL, cases
+from mo_fused.bench.peers import ours
+from mo_fused.bench.results import Record
+from mo_fused.bench.workloads import MAX_NORM, Shape, gpt2_shapes
 from mo_fused.offload import files, ring
-
-MODEL = WORKLOADS["gpt2-fp32"]
-PLAIN, CPU, TAKEN, DISK = OURS, f'{OURS} "cpu"', f'{OURS} "cpu", gradients', f'{OURS} "disk:"'
-MOVED = {PLAIN: 28, CPU: 28 + 24, TAKEN: 28 + 24, DISK: 28 + 32}
-Record = dict[str, Any]
-
-
-# -- steps on the CPU -------------------------------------------------------------------------------------------------
-
-
-def with_gradients(step: Callable[[], Any], params: Sequence[Tensor]) -> Callable[[], None]:
-    """``offload_gradients`` takes them away: they are there again before the step, as a backward would leave them."""
-    grads = [p.grad for p in params]
-
-    def call() -> None:
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
-        step()
-
-    return call
-
-
-def contenders(max_norm: float | None, folder: str, settings: Settings) -> list[Contender]:
-    params = MODEL.parameters(settings.quick)
-    elements = sum(p.numel() for p in params)
-    options: dict[str, dict[str, Any]] = {
-        PLAIN: {},
-        CPU: dict(offload="cpu"),
-        TAKEN: dict(offload="cpu", offload_gradients=True),
-        DISK: dict(offload=f"disk:{folder}"),
-    }
-    out = []
-    for name, how in options.items():
-        step = with_gradients(ours(params, max_grad_norm=max_norm, **how).step, params)
-        out.append(Contender(name, step, float((MOVED[name] + (0 if max_norm is None else 4)) * elements)))
-    return [*out, copy_contender(settings.quick)]
-
-
-def cases(folder: str) -> dict[str, Case]:
-    return {
-        name: Case("offload", f"GPT-2 124M fp32 on the CPU, {words}", partial(contenders, norm, folder), rounds=9)
-        for name, words, norm in (("cpu-step", "step", None), ("cpu-clip", "clip + step", MAX_NORM))
-    }
-
 
 # -- the file against its disk ----------------------------------------------------------------------------------------
 
@@ -115,10 +71,6 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def rounds_of(settings: Settings, usual: int) -> int:
-    return 2 if settings.quick else settings.rounds or usual
-
-
 def against_the_disk(folder: str, settings: Settings) -> tuple[str, list[Record]]:
     """Bytes of the states that a step reads and writes over its time, beside what plain reads and writes reach.
 
@@ -148,7 +100,7 @@ def against_the_disk(folder: str, settings: Settings) -> tuple[str, list[Record]
         disk = Disk(plain.fileno(), size, chunk)
         disk.write()
         try:
-            for _ in range(rounds_of(settings, 5)):
+            for _ in range(settings.rounds_of(5)):
                 disk.read()
                 note("reads, warm", timed(disk.read))
                 note("writes, warm", timed(disk.write))
@@ -287,7 +239,7 @@ def on_a_gpu(batch: int | None, model: str, settings: Settings) -> tuple[str, li
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     size = gpu_offload.TINY if settings.quick else gpu_offload.SIZES[model]
     seconds = 1.0 if settings.quick else 120.0
-    found = gpu_offload.race(device, size, batch, seconds, rounds_of(settings, 15), settings.quick)
+    found = gpu_offload.race(device, size, batch, seconds, settings.rounds_of(15), settings.quick)
     return f"[gpu] {found.text()}", found.records()
 
 
@@ -297,7 +249,7 @@ def on_a_gpu(batch: int | None, model: str, settings: Settings) -> tuple[str, li
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run, not how fast is it")
-    parser.add_argument("--json", metavar="FILE", help="append the results to FILE as JSON lines")
+    parser.add_argument("--output", metavar="FILE", help="append the results to FILE, a CSV file")
     parser.add_argument("--rounds", type=int, help="rounds of a race (default: set by each case)")
     parser.add_argument("--threads", type=int, help="torch.set_num_threads")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
@@ -313,28 +265,14 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     if given.threads:
         torch.set_num_threads(given.threads)
-    settings = Settings(given.quick, given.json, given.rounds, "limit" if given.limit else given.only)
-    facts = measure.circumstances()
-    print(measure.heading(facts), flush=True)
+    settings = Settings(given.quick, given.output, given.rounds, "limit" if given.limit else given.only)
     with tempfile.TemporaryDirectory(dir=given.dir, prefix="bench-offload-") as folder:
-        races = cases(folder)
-        others: dict[str, measure.More] = {
+        others: dict[str, More] = {
             "disk": partial(against_the_disk, folder),
             "limit": partial(under_a_limit, folder),
             "gpu": partial(on_a_gpu, given.batch, given.model),
         }
-        names = [name for name in (*races, *others) if settings.only in name]
-        if not names:
-            raise SystemExit(f"--only {settings.only}: there are {', '.join((*races, *others))}")
-        for name in names:
-            if name in races:
-                done = races[name].run(settings)
-                text, records = f"[{name}] {done.text()}", done.records()
-            else:
-                text, records = others[name](settings)
-            print(f"\n{text}", flush=True)
-            measure.append(settings.json, records, facts)
-            gc.collect()
+        case.run(cases(folder), others, settings)
 
 
 if __name__ == "__main__":

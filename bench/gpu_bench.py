@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import time
 import traceback
@@ -22,16 +23,17 @@ from typing import Any
 
 import gpu_figures
 import gpu_offload
-import measure
 import torch
 from gpu_backends import under_test, why_not
 from gpu_place import on_backend
-from gpu_race import DeviceClock, DeviceRace, HostClock, copy_rate
-from measure import Contender, Goal, Sample
 from torch import Tensor
-from workloads import DECAY, FUSED, LR, MAX_NORM, OURS, gpt2_shapes, in_groups
 
 import mo_fused
+from mo_fused.bench import facts as machine
+from mo_fused.bench.case import Goal
+from mo_fused.bench.peers import FUSED, OURS
+from mo_fused.bench.race import Contender, DeviceClock, DeviceRace, HostClock, Sample
+from mo_fused.bench.workloads import DECAY, LR, MAX_NORM, gpt2_shapes, in_groups
 
 GROUPS = 465
 """Of a model for which torch's fused step was reported to take 58.8 ms of host time."""
@@ -361,7 +363,7 @@ def able(case: Case, stage: Stage) -> list[str]:
 
 def circumstances(device: torch.device, copy: float, dry: bool) -> dict[str, Any]:
     """Machine and versions, as in bench/results, with the GPU."""
-    facts = measure.circumstances()
+    facts = machine.circumstances(device)
     facts["commit"] = facts["commit"] or os.environ.get("MO_FUSED_COMMIT")
     try:
         import triton
@@ -369,7 +371,6 @@ def circumstances(device: torch.device, copy: float, dry: bool) -> dict[str, Any
         facts["triton"] = triton.__version__
     except ImportError:
         facts["triton"] = None
-    facts["gpu"] = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     facts["cuda_kernels"] = why_not("cuda", dry) or "raced"
     return {**facts, "cuda": torch.version.cuda, "copy_gb_per_s": copy}
 
@@ -391,7 +392,24 @@ def with_offload(device: torch.device, dry: bool, seconds: float) -> tuple[list[
     return gpu_offload.gpu_records(done), False
 
 
-def run(dry: bool, seconds: float, json: Path | None) -> int:
+def append(path: Path | None, records: Sequence[dict[str, Any]], facts: dict[str, Any]) -> None:
+    """One JSON object a line: what is read afterwards needs nothing but the standard library."""
+    if path is not None:
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps({**record, **facts}) + "\n" for record in records)
+
+
+def copy_rate(device: torch.device, clock: HostClock | DeviceClock, dry: bool) -> float:
+    """GB/s of a large copy on the device, bytes read and written both counted."""
+    numel = (1 << 12) if dry else (1 << 29)  # 2 GiB: far larger than the caches
+    source, target = torch.ones(numel, device=device), torch.zeros(numel, device=device)
+    times = [clock.slot(lambda: target.copy_(source), 2, 1e-4).ahead for _ in range(3 if dry else 12)]
+    rate = gpu_figures.gb_per_s(8.0 * numel, gpu_figures.quartiles(times[2:])[1])
+    assert rate is not None
+    return rate
+
+
+def run(dry: bool, seconds: float, output: Path | None) -> int:
     """All cases within ``seconds``; 1 when one failed. A case that there was no time for is named, and no failure."""
     start = time.perf_counter()
     end = start + seconds
@@ -406,7 +424,7 @@ def run(dry: bool, seconds: float, json: Path | None) -> int:
         return 1
     copy = copy_rate(device, clock, dry)
     facts = circumstances(device, copy, dry)
-    print(measure.heading(facts), flush=True)
+    print(machine.heading(facts), flush=True)
     print(f"note: {facts['gpu'] or 'CPU'}, a plain copy moves {copy:.0f} GB/s (read and written)", flush=True)
     # Optimizers import it when they are made first. What is there now would take a fifth of a second of every round's
     # garbage collection.
@@ -425,7 +443,7 @@ def run(dry: bool, seconds: float, json: Path | None) -> int:
             failed += len(stage.backends) < len(backends)
             # What is left is dealt out to what is left; setting up takes some of it.
             found = records(case, hold(case, stage, clock, 0.5 * left / (len(todo) - i)), copy, stage)
-            measure.append(str(json) if json else None, found, facts)
+            append(output, found, facts)
             all_records += found
             print(f"{case.title} {case.dtype}: {time.perf_counter() - began:.1f} s", flush=True)
         except Exception as error:  # the other cases have something to say as well
@@ -442,7 +460,7 @@ def run(dry: bool, seconds: float, json: Path | None) -> int:
             torch.cuda.empty_cache()
     else:  # unless the device is lost
         found, lost = with_offload(device, dry, end - time.perf_counter())
-        measure.append(str(json) if json else None, found, facts)
+        append(output, found, facts)
         all_records += found
         failed += lost
     if late:

@@ -21,12 +21,15 @@ from typing import Any
 import torch
 from gpu_numbers import RULES
 from gpu_place import Place, check, differences
-from measure import Contender, Goal, Outcome, Race
 from torch import Tensor, nn
 from torch.nn import functional as F
-from workloads import DECAY, DEEPSPEED, LR, MAX_NORM, OURS, deepspeed
 
 import mo_fused
+from mo_fused.bench import peers
+from mo_fused.bench.case import Goal, Outcome
+from mo_fused.bench.peers import DEEPSPEED, OURS
+from mo_fused.bench.race import Contender, Race
+from mo_fused.bench.workloads import DECAY, LR, MAX_NORM
 from mo_fused.offload import ring
 
 PLAIN, CLIPPED = f"{OURS}, no offload", f"{OURS}, no offload, clipping"
@@ -132,16 +135,17 @@ def _torchao(model: Gpt) -> Trained:
 
 def _deepspeed(model: Gpt) -> Trained:
     """Weights in fp32 and states on the host, gradients copied there and weights back, all after the backward."""
-    make = deepspeed()
-    if make is None:
-        raise ImportError("see above")
+    peer = next(p for p in peers.ADAMW if p.name == DEEPSPEED)
+    notes: list[str] = []
+    if not peers.available([peer], torch.device("cpu"), None, notes.append):
+        raise ImportError(notes[0])
     params = list(model.parameters())
     pinned = params[0].is_cuda
     there = [nn.Parameter(p.detach().float().cpu()) for p in params]
     buffers = [torch.empty(p.shape, dtype=p.dtype, pin_memory=pinned) for p in params]
     for t in there:
         t.grad = torch.zeros_like(t)
-    optimizer = make(there)
+    optimizer = peer.make(there)
 
     def step() -> None:
         with torch.no_grad():
@@ -252,7 +256,7 @@ def race(
             notes.append(f"{name}: out of memory at this batch")
             del found[name]
             gc.collect()
-    held = Race([Contender(n, lambda t=t: t.train(words)) for n, t in found.items()], 0.0, 0.0)  # type: ignore[misc]
+    held = Race([Contender(n, lambda t=t: t.train(words)) for n, t in found.items()], 0.0, pause_s=0.0)  # type: ignore[misc]
     held.warm_up()
     done = 0
     while done < rounds and (done < 2 or time.perf_counter() - start < seconds):

@@ -1,6 +1,6 @@
 """How far quantised moments are from those in fp32: the text model of `mo-fused train`, its own moments and gradients.
 
-    python bench/state_formats.py [--steps 100,300] [--beta2 0.999] [--only TEXT,TEXT] [--json FILE]
+    python bench/state_formats.py [--steps 100,300] [--beta2 0.999] [--only TEXT,TEXT] [--output FILE]
 
 The model is trained in fp32. Beside the moments of some matrices every format keeps its own, made of the same clipped
 gradients: decoded, updated and stored again in every step, as an optimizer does. Two errors are shown, one of storing
@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from measure import append, circumstances, heading
 from torch import Tensor
 from train_formats import TINY
 
 import mo_fused
 from mo_fused import masters, quantised
+from mo_fused.bench import facts, results
 from mo_fused.training import TrainConfig, decay_groups, warmup_cosine
 from mo_fused.training.tasks import build_task
 
@@ -143,7 +143,7 @@ class Settings:
     steps: tuple[int, ...]
     only: tuple[str, ...]
     quick: bool
-    json: str | None
+    output: str | None
 
 
 def measure(settings: Settings) -> list[dict[str, Any]]:
@@ -224,7 +224,7 @@ def table(records: Sequence[dict[str, Any]], step: int) -> str:
 def arguments(words: Sequence[str] | None = None) -> Settings:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps: does it run, not how far off")
-    parser.add_argument("--json", metavar="FILE", help="append the results to FILE as JSON lines")
+    parser.add_argument("--output", metavar="FILE", help="append the results to FILE, a CSV file")
     parser.add_argument("--steps", metavar="N,N", help="after which steps to measure (default: 100,300)")
     parser.add_argument("--lr", type=float, default=TrainConfig().lr)
     parser.add_argument("--beta2", type=float, default=TrainConfig().beta2)
@@ -238,15 +238,15 @@ def arguments(words: Sequence[str] | None = None) -> Settings:
     only = given.only or ("" if given.quick else "embedding,blocks.1")
     sizes: dict[str, Any] = TINY if given.quick else WIDE
     config = TrainConfig(steps=max(steps), seed=given.seed, lr=given.lr, beta2=given.beta2, **sizes)
-    return Settings(config, steps, tuple(only.split(",")), given.quick, given.json)
+    return Settings(config, steps, tuple(only.split(",")), given.quick, given.output)
 
 
 def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     settings = arguments(words)
-    facts = circumstances()
-    print(heading(facts), flush=True)
+    here = facts.circumstances()
+    print(facts.heading(here), flush=True)
     records = measure(settings)
-    append(settings.json, records, facts)
+    results.append(settings.output, records, here)
     return records
 
 

@@ -1,6 +1,6 @@
 """What formats cost in quality: the text model of `mo-fused train`, trained with each, over the same seeds.
 
-    python bench/train_formats.py [--processes 2] [--steps N] [--lr LR] [--seeds 0,1,2] [--only TEXT,TEXT] [--json FILE]
+    python bench/train_formats.py [--processes 2] [--steps N] [--lr LR] [--seeds 0,1,2] [--only TEXT,..] [--output FILE]
 
 A seed means the same first weights and the same batches for every combination, so that differences are taken seed by
 seed. bf16 is `model.to(torch.bfloat16)`: parameters, gradients and the whole forward pass. The validation loss is that
@@ -23,10 +23,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from measure import append, circumstances, heading
 from torch import Tensor
 
 import mo_fused
+from mo_fused.bench import facts, results
 from mo_fused.training import TrainConfig, decay_groups, warmup_cosine
 from mo_fused.training.tasks import build_task
 
@@ -83,7 +83,7 @@ class Settings:
     threads: int
     processes: int
     quick: bool
-    json: str | None
+    output: str | None
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def arguments(words: Sequence[str] | None = None) -> Settings:
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model and few steps: does it run, not how good is it"
     )
-    parser.add_argument("--json", metavar="FILE", help="append the results to FILE as JSON lines")
+    parser.add_argument("--output", metavar="FILE", help="append the results to FILE, a CSV file")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float, default=LR, help="the schedule's highest rate (default: %(default)g)")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="default: %(default)s")
@@ -254,19 +254,19 @@ def arguments(words: Sequence[str] | None = None) -> Settings:
         threads=given.threads,
         processes=given.processes,
         quick=given.quick,
-        json=given.json,
+        output=given.output,
     )
 
 
 def main(words: Sequence[str] | None = None) -> list[dict[str, Any]]:
     settings = arguments(words)
     torch.set_num_threads(settings.threads)
-    facts = circumstances()
-    print(f"{heading(facts)}\n\n{settings.steps} steps, lr {settings.lr:g}\n{head(settings.seeds)}", flush=True)
+    here = facts.circumstances()
+    print(f"{facts.heading(here)}\n\n{settings.steps} steps, lr {settings.lr:g}\n{head(settings.seeds)}", flush=True)
     records = []
     for found in measure(settings):
         print(line(found), flush=True)
-        append(settings.json, [found], facts)
+        results.append(settings.output, [found], here)
         records.append(found)
     print(sensitivity(records))
     return records

@@ -1,6 +1,6 @@
 """Trains a model whose states are four times as large as all the memory that the process may have, with states on disk.
 
-    python bench/train_on_disk.py [--layers N] [--steps N] [--dir DIR] [--json FILE] [--no-limit]
+    python bench/train_on_disk.py [--layers N] [--steps N] [--dir DIR] [--output FILE] [--no-limit]
 
 A stack of bf16 layers of 4096 x 4096, AdamW with fp32 moments and master weights (12 bytes an element in the file),
 gradient release. The process limits itself (RLIMIT_AS, as ``ulimit -v``) to a quarter of the file before it imports
@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=80)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--dir", help="where the files are (default: a temporary folder)")
-    parser.add_argument("--json", metavar="FILE", help="append the result to FILE as a JSON line")
+    parser.add_argument("--output", metavar="FILE", help="append the result to FILE, a CSV file")
     parser.add_argument("--no-limit", action="store_true", help="for a few layers, beside which torch itself is large")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     given = parser.parse_args(words)
@@ -127,8 +127,8 @@ def main(words: Sequence[str] | None = None) -> None:
         f"disk: writes {writes / 1e9:.2f}, reads {reads / 1e9:.2f}, in turn {in_turn / 1e9:.2f}, both at once "
         f"{both / 1e9:.2f} GB/s; the step moves {moved / in_turn:.2f} and {moved / both:.2f} of the last two"
     )
-    if given.json:
-        import measure
+    if given.output:
+        from mo_fused.bench import facts, results
 
         record = {
             "bench": "offload",
@@ -138,7 +138,7 @@ def main(words: Sequence[str] | None = None) -> None:
             **found,
         }
         disk = {"disk_writes": writes, "disk_reads": reads, "disk_both": both, "layers": given.layers, "quick": False}
-        measure.append(given.json, [{**record, **found, **disk}], measure.circumstances())
+        results.append(given.output, [{**record, **found, **disk}], facts.circumstances())
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_report(commands)
     _add_diagnose(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -160,6 +161,38 @@ def _add_diagnose(commands: Any) -> None:
     parser.set_defaults(handler=_diagnose, program=parser.prog)
 
 
+def _add_bench(commands: Any) -> None:
+    text = "measure optimizer steps on this machine, beside torch's and every other optimizer that is installed"
+    parser = commands.add_parser(
+        "bench",
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}. All take turns in one run; shown are medians, quartiles, GB/s by "
+        "counted bytes and their share of a copy's. The exit status is 3 where the machine was too noisy for a verdict.",
+    )
+    suites = "step, clip, amp, adafactor, memory, overhead, offload, scaling, threads (default: step and clip)"
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=suites)
+    parser.add_argument("--device", metavar="DEVICE", help="cpu or cuda:N (default: a GPU where there is one)")
+    parser.add_argument(
+        "--peers", metavar="LIST", help="parts of names, such as fused,deepspeed; or none (default: all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, two rounds: does it run, not how fast is it")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only cases whose name contains TEXT, such as gpt2-fp32"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of a race (default: 9 to 40)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="threads of torch and of the kernels (default: torch's)"
+    )
+    parser.add_argument("--cold", action="store_true", help="empty the caches before each step")
+    parser.add_argument("--output", metavar="FILE", help="append the results to FILE, a CSV file")
+    parser.add_argument("--plot", metavar="FILE", help="draw the races, as a PNG file")
+    about = "spread of the middle half of the rounds, as a share of the median, above which there is no verdict"
+    parser.add_argument("--max-spread", type=float, default=0.25, metavar="SHARE", help=f"{about} (default: 0.25)")
+    about = "two contenders, such as mo_fused 'torch fused': only they race; or two files of --output: no measurement"
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help=about)
+    parser.set_defaults(handler=_bench, program=parser.prog)
+
+
 def _default_by_task(name: str) -> str:
     """The tasks' defaults of a setting in words, "" if the setting has one default, or none, for all."""
     given = {task: defaults[name] for task, defaults in TASK_DEFAULTS.items() if name in defaults}
@@ -168,6 +201,12 @@ def _default_by_task(name: str) -> str:
     if set(given.values()) <= {None}:
         return ""
     return ", ".join(f"{task} {value}" for task, value in given.items())
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from mo_fused.bench.command import Options, bench
+
+    return bench(Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)}))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from mo_fused.bench import results
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 
@@ -44,10 +45,10 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCH)
         script = importlib.import_module("train_formats")
-        file = tmp_path_factory.mktemp("bench") / "results.jsonl"
+        file = tmp_path_factory.mktemp("bench") / "results.csv"
         # A rate at which six steps of a warm-up of 100 are seen in bf16.
-        script.main(["--quick", "--steps", "6", "--seeds", "0,1", "--lr", "0.03", "--json", str(file)])
-    found = [json.loads(text) for text in file.read_text().splitlines()]
+        script.main(["--quick", "--steps", "6", "--seeds", "0,1", "--lr", "0.03", "--output", str(file)])
+    found = results.read(file)
     assert [r["contender"] for r in found] == [c.name for c in script.COMBINATIONS]
     return {r["contender"]: r for r in found}
 
@@ -195,9 +196,9 @@ def test_ours_are_those_of_the_optimizer(storing: ModuleType) -> None:
 
 
 def test_the_table_of_formats(storing: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "results.jsonl"
-    storing.main(["--quick", "--steps", "2,4", "--threads", "1", "--json", str(file)])
-    found = [json.loads(text) for text in file.read_text().splitlines()]
+    file = tmp_path / "results.csv"
+    storing.main(["--quick", "--steps", "2,4", "--threads", "1", "--output", str(file)])
+    found = results.read(file)
     names = ["int8", "int8, nearest", "int4", "int4, nearest", "bitsandbytes, torchao 8 bits", "torchao 4 bits"]
     assert [r["contender"] for r in found] == names * 2
     later = {r["contender"]: r for r in found if r["case"].endswith("step 4")}

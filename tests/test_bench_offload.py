@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import pytest
 import torch
 
 import mo_fused
+from mo_fused.bench import offload, results
+from mo_fused.bench.case import Settings
 from mo_fused.offload import ring
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
@@ -42,37 +43,37 @@ def threads() -> Iterator[None]:
 
 
 def records_of(bench: ModuleType, tmp_path: Path, only: str, *more: str) -> list[dict[str, Any]]:
-    file = tmp_path / "results.jsonl"
+    file = tmp_path / "results.csv"
     (tmp_path / "states").mkdir()
     folder = str(tmp_path / "states")
-    bench.main(["--quick", "--threads", "1", "--only", only, "--dir", folder, "--json", str(file), *more])
+    bench.main(["--quick", "--threads", "1", "--only", only, "--dir", folder, "--output", str(file), *more])
     assert os.listdir(folder) == []
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found = results.read(file)
     assert all(r["bench"] == "offload" and r["quick"] and r["median_ms"] > 0 and r["torch"] for r in found)
     return found
 
 
 def test_steps_on_the_cpu(bench: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = records_of(bench, tmp_path, "cpu-")
+    found = [r for r in records_of(bench, tmp_path, "offload-") if r["contender"].startswith(("mo_fused", "copy"))]
     names = ["mo_fused", 'mo_fused "cpu"', 'mo_fused "cpu", gradients', 'mo_fused "disk:"', "copy"]
     assert [r["contender"] for r in found] == names * 2
-    elements = sum(p.numel() for p in bench.MODEL.parameters(True))
+    elements = sum(p.numel() for p in offload.MODEL.parameters(True))
     assert [r["bytes"] / elements for r in found[:4]] == [28, 52, 52, 60]
     assert [r["bytes"] / elements for r in found[5:9]] == [32, 56, 56, 64]
-    assert "[cpu-clip] GPT-2 124M fp32 on the CPU, clip + step" in capsys.readouterr().out
+    assert "[offload-clip] GPT-2 124M float32, states on the host, clip + step" in capsys.readouterr().out
 
 
-def test_every_contender_of_a_race_steps(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_contender_of_a_race_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them finds its gradients gone, and each one keeps its states where its name says."""
     seen: list[Any] = []
-    make = bench.ours
+    make = offload.ours
 
     def watched(*args: Any, **options: Any) -> Any:
         seen.append(make(*args, **options))
         return seen[-1]
 
-    monkeypatch.setattr(bench, "ours", watched)
-    racing = bench.contenders(None, str(tmp_path), bench.Settings(quick=True))[:-1]
+    monkeypatch.setattr(offload, "ours", watched)
+    racing = offload.contenders(None, str(tmp_path), Settings(quick=True, peers=()))[:-1]
     for _ in range(3):
         for contender in racing:
             contender.call()

@@ -76,12 +76,16 @@ class HostClock:
         return Slot(took, took, took)
 
 
+def _event() -> Any:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
 class DeviceClock:
     """CUDA events around the calls."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start, self._end = (_event() for _ in range(2))
 
     def slot(self, call: Callable[[], Any], calls: int, host_s: float) -> Slot:
         """``host_s``: about what one call takes the host."""
@@ -94,7 +98,7 @@ class DeviceClock:
     def _calls(self, call: Callable[[], Any], calls: int, busy_s: float) -> tuple[float, float]:
         torch.cuda.synchronize()
         if busy_s:
-            torch.cuda._sleep(int(busy_s * CYCLES_A_SECOND))
+            torch.cuda._sleep(int(busy_s * CYCLES_A_SECOND))  # type: ignore[no-untyped-call]
         self._start.record()
         start = time.perf_counter()
         for _ in range(calls):
@@ -113,7 +117,7 @@ class Race:
     """Contenders that take turns; the order rotates, so that none always follows the same one.
 
     Args:
-        slot_s: a contender is called until this long has passed, which is far above the clock's and the scheduler's grain.
+        slot_s: a contender is called until this long has passed: far above the clock's and the scheduler's grain.
         clock: of the device that the contenders work on.
         pause_s: before each slot: OpenMP's threads spin for some milliseconds after their work, and shall not do so
             in the next contender's.

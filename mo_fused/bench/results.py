@@ -78,6 +78,24 @@ def append(path: str | Path | None, records: Iterable[Record], facts: Mapping[st
         os.fsync(out.fileno())
 
 
+def check(path: str | Path) -> None:
+    """That records can be appended.
+
+    Raises:
+        InputError: the folder is not there, or the file begins with other columns than :data:`COLUMNS`.
+    """
+    file = Path(path)
+    if not file.absolute().parent.is_dir():
+        raise bad_input(
+            str(path),
+            expected="a file in a folder that is there",
+            found=f"no folder {file.absolute().parent}",
+            remedy="make the folder, or give another path",
+        )
+    if file.exists() and file.stat().st_size:
+        _check_columns(file)
+
+
 def read(path: str | Path) -> list[Record]:
     """The records of a file, numbers as numbers; what was not measured is None, and ``more`` is spread out.
 

@@ -28,7 +28,8 @@ def gpt2_shapes(layers: int = 12, width: int = 768, vocabulary: int = 50257, con
 def llama_layer_shapes(layers: int = 1, width: int = 4096, kv: int = 1024, inner: int = 14336) -> list[Shape]:
     """Decoder layers of Llama 3 8B: 9 tensors and 218,112,000 elements each."""
     one: list[Shape] = [(width, width), (kv, width), (kv, width), (width, width)]
-    return layers * [*one, (inner, width), (inner, width), (width, inner), (width,), (width,)]
+    one += [(inner, width), (inner, width), (width, inner), (width,), (width,)]
+    return layers * one
 
 
 def vit_shapes(
@@ -59,7 +60,8 @@ def resnet_shapes(blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes
 
 def lora_shapes(pairs: int = 1000, rank: int = 8, width: int = 1024) -> list[Shape]:
     """Low-rank adapters, two matrices each. The defaults: 2000 tensors, 16,384,000 elements."""
-    return pairs * [(rank, width), (width, rank)]
+    pair: list[Shape] = [(rank, width), (width, rank)]
+    return pairs * pair
 
 
 @dataclass(frozen=True)
