@@ -67,6 +67,7 @@ def gradient_release(model: torch.nn.Module, opt: FusedOptimizer, accumulation_s
     """
     if not isinstance(opt, FusedOptimizer):
         raise errors.release_optimizer(f"{type(opt).__module__}.{type(opt).__qualname__}")
+    opt = opt._bare()
     if not isinstance(model, torch.nn.Module):
         raise errors.release_model(type(model).__name__)
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int) or accumulation_steps < 1:

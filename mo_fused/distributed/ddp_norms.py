@@ -57,6 +57,7 @@ def norm_hook(
         raise errors.hook_model(type(ddp_model).__name__)
     if not isinstance(optimizer, FusedOptimizer):
         raise errors.hook_optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+    optimizer = optimizer._bare()
     if optimizer._rule.factored:
         raise errors.hook_factored()
     if optimizer._release() is not None:

@@ -40,6 +40,7 @@ def partitioned(optimizer: FusedOptimizer, process_group: Any = None) -> None:
 
     if not isinstance(optimizer, FusedOptimizer):
         raise errors.partition_optimizer(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+    optimizer = optimizer._bare()
     if not dist.is_available() or not dist.is_initialized():
         raise errors.no_process_group()
     if process_group is not None and dist.get_rank(process_group) < 0:

@@ -196,6 +196,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         if (group := partition.zero_group()) is not None:
             self.__dict__["_partition"] = group
 
+    def _bare(self) -> FusedOptimizer:
+        """The optimizer itself, also where this is Lightning's or Fabric's wrapper around it.
+
+        Those take on its class, so that our methods run on the wrapper, which has no attributes of the optimizer: it
+        passes on what neither it nor the class has.
+        """
+        if "param_groups" in self.__dict__:
+            return self
+        inside = getattr(self, "optimizer", None)
+        return inside if isinstance(inside, FusedOptimizer) else self
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """What a GradScaler asks before it leaves unscaling and skipping to the step.
@@ -206,7 +217,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if self._release() is not None:
             return True  # so that the step is called, and refuses the scaler
-        watched = self.__dict__.get("step")
+        watched = self._bare().__dict__.get("step")
         if watched is None or getattr(watched, "__func__", None) is type(self).step:
             return bool(self.defaults["amp"] == "fused")
         return bool(self.defaults["amp"] == "fused") and hasattr(watched, "_wrapped_by_lr_sched")
@@ -234,7 +245,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             release.refuse_group(param_group)
         super().add_param_group(param_group)
         self._drop_options(self.param_groups[-1])
-        if (offload := self.__dict__.get("_offload_engine")) is not None:
+        if (offload := self._bare().__dict__.get("_offload_engine")) is not None:
             offload.attach(self)
         if release is not None:
             release.attach(self)
@@ -262,9 +273,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _settle(self) -> None:
         """A momentum buffer that a skipped first step on a device left without a value is no state."""
-        if (offload := self.__dict__.get("_offload_engine")) is not None:
+        kept = self._bare().__dict__
+        if (offload := kept.get("_offload_engine")) is not None:
             offload.join()
-        if "_row_set" in self.__dict__:
+        if "_row_set" in kept:
             self._rows().settle_devices()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -313,14 +325,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _release(self) -> GradientRelease | None:
         """What steps each parameter during the backward (see :func:`mo_fused.gradient_release`), if anything does."""
-        return self.__dict__.get("_gradient_release")
+        return self._bare().__dict__.get("_gradient_release")
 
     @property
     def _offload(self) -> Offload | None:
         """What keeps states away from the parameters, if ``offload`` asks for it."""
-        found: Offload | None = self.__dict__.get("_offload_engine")
-        if found is None and self.defaults.get("offload") is not None:
-            found = self.__dict__["_offload_engine"] = Offload(self)
+        bare = self._bare()
+        found: Offload | None = bare.__dict__.get("_offload_engine")
+        if found is None and bare.defaults.get("offload") is not None:
+            found = bare.__dict__["_offload_engine"] = Offload(bare)
         return found
 
     def _look_at_scaler(self) -> None:
@@ -344,9 +357,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             offload.discard_gradients()
 
     def _rows(self) -> RowSet:
-        rows: RowSet | None = self.__dict__.get("_row_set")
+        bare = self._bare()
+        rows: RowSet | None = bare.__dict__.get("_row_set")
         if rows is None:
-            rows = self.__dict__["_row_set"] = RowSet(self)
+            rows = bare.__dict__["_row_set"] = RowSet(bare)
         return rows
 
     def _fused_step(self) -> None:
@@ -379,7 +393,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def last_step(self) -> StepStats | None:
         """What the last step measured, or None before the first (see :class:`mo_fused.StepStats`)."""
-        return self.__dict__.get("_last_step")
+        return self._bare().__dict__.get("_last_step")
 
     def _name(self, group: int, position: int) -> str:
         return param_name(self.param_groups, group, position) or f"parameter {position} (group {group})"
@@ -417,6 +431,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the checkpoint does not fit these parameters.
         """
+        if (bare := self._bare()) is not self:  # torch would load into the wrapper
+            bare.load_state_dict(state_dict)
+            return
         self._settle()
         loader = Loader(self.param_groups, self._rule, self._offload)
         taken = self.register_load_state_dict_pre_hook(lambda _, sd: loader.take(sd))

@@ -101,6 +101,7 @@ def _checked(optimizer: Optimizer) -> FusedOptimizer:
         raise _refused(
             f"torch's {type(optimizer).__name__}", "use mo_fused's, or leave skip out: outliers are still reported"
         )
+    optimizer = optimizer._bare()
     remedy = "leave skip out: outliers are still reported"
     if optimizer._release() is not None:
         raise _refused("one with gradient_release, whose gradients are gone before the step", remedy)
