@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,18 @@ from mo_fused.training.errors import bad_input
 
 TOO_NOISY = 3
 """Exit status where the machine was too noisy for a verdict."""
-SUITES = ("step", "clip", "amp", "adafactor", "memory", "overhead", "offload", "scaling", "threads")
+SUITES = {
+    "step": ("steps", "STEPS"),
+    "clip": ("steps", "CLIPS"),
+    "amp": ("steps", "AMPS"),
+    "adafactor": ("steps", "ADAFACTORS"),
+    "memory": ("memory", "MEMORY"),
+    "overhead": ("host", "OVERHEAD"),
+    "offload": ("offload", "OFFLOAD"),
+    "scaling": ("scaling", "SCALING"),
+    "threads": ("threads", "THREADS"),
+}
+"""Module and the name of its cases in it."""
 DEFAULT = ("step", "clip")
 
 
@@ -108,20 +120,9 @@ def _device(name: str | None) -> torch.device:
 
 def _suite(name: str) -> Mapping[str, Case | More]:
     """What a suite consists of; its module is loaded when it is asked for."""
-    from mo_fused.bench import host, memory, offload, scaling, steps, threads
-
-    suites: dict[str, Mapping[str, Case | More]] = {
-        "step": steps.STEPS,
-        "clip": steps.CLIPS,
-        "amp": steps.AMPS,
-        "adafactor": steps.ADAFACTORS,
-        "memory": memory.MEMORY,
-        "overhead": host.OVERHEAD,
-        "offload": offload.OFFLOAD,
-        "scaling": {"scaling": lambda s: scaling.run(s.device, s.quick, s.says)},
-        "threads": {"threads": lambda s: threads.run(s.device, s.quick, s.says)},
-    }
-    return suites[name]
+    module, attribute = SUITES[name]
+    found: Mapping[str, Case | More] = getattr(importlib.import_module(f"mo_fused.bench.{module}"), attribute)
+    return found
 
 
 def _chosen(options: Options) -> dict[str, Case | More]:
