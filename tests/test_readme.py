@@ -6,57 +6,23 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from code_blocks import ENVIRONMENT, ROOT, Block, blocks, pages
 
 from mo_fused.cli import build_parser
 from mo_fused.optim.base import OPTIONS
 from mo_fused.training import TrainConfig, load_config
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOT_RUN = "<!-- not run -->"
 RUN = 'pip install ".[train]" && mo-fused train'
 TEST = 'pip install ".[test]" && pytest tests'
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md", "docs/design.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "csrc/README.md"]
+DOCUMENTS += [page.relative_to(ROOT).as_posix() for page in pages()]
 
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block of README.md: its language, the line of its first code line, and the code."""
-
-    language: str
-    line: int
-    code: str
-    before: str  # the last line with text before the fence
-    prints: str | None  # the ``text`` block right after it
-
-    def __str__(self) -> str:
-        return f"line_{self.line}"
-
-
-def blocks() -> list[Block]:
-    found: list[Block] = []
-    lines = README.splitlines()
-    at = 0
-    while at < len(lines):
-        if not lines[at].startswith("```"):
-            at += 1
-            continue
-        end = lines.index("```", at + 1)
-        before = next((line for line in reversed(lines[:at]) if line.strip()), "")
-        block = Block(lines[at][3:], at + 2, "\n".join(lines[at + 1 : end]) + "\n", before, None)
-        if block.language == "text" and found and before == "```":
-            last = found.pop()
-            block = Block(last.language, last.line, last.code, last.before, block.code)
-        found.append(block)
-        at = end + 1
-    return found
-
-
-BLOCKS = blocks()
+BLOCKS = blocks(README)
 TWO_PROCESSES = "<!-- two processes: "
 PYTHON = [b for b in BLOCKS if b.language == "python" and b.before != NOT_RUN and TWO_PROCESSES not in b.before]
 SCRIPTS = [b for b in BLOCKS if b.before.startswith(TWO_PROCESSES)]
@@ -93,10 +59,9 @@ def test_code_runs(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a block may write a run folder
-    for name in ("MO_FUSED_BACKEND", "MO_FUSED_NATIVE"):
+    for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
-    code = compile("\n" * (block.line - 1) + block.code, str(ROOT / "README.md"), "exec")
-    exec(code, {"__name__": "readme"})
+    block.run(ROOT / "README.md", {"__name__": "readme"})
     printed = capsys.readouterr().out
     assert printed.strip()
     if block.prints is not None:
