@@ -381,7 +381,7 @@ def test_a_noisy_machine_gets_no_verdict(monkeypatch: pytest.MonkeyPatch, capsys
     turns = iter(range(1000))
 
     def contenders(settings: Settings) -> list[Contender]:
-        return [Contender(OURS, lambda: time.sleep(0.002 * (1 + next(turns) % 2 * 4))), Contender(FUSED, lambda: None)]
+        return [Contender(OURS, lambda: time.sleep(0.021 + 0.02 * (next(turns) % 2))), Contender(FUSED, lambda: None)]
 
     case = Case("step", "a model", contenders)
     monkeypatch.setattr(command, "_suite", lambda name: {"step-a": case})

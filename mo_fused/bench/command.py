@@ -226,7 +226,7 @@ def _too_noisy(noisy: Sequence[str], max_spread: float) -> str:
 
 def _two_files(names: Sequence[str]) -> bool:
     """Whether two files are meant, and not two contenders."""
-    files = [name for name in names if Path(name).exists() or name.endswith(".csv")]
+    files = [name for name in names if Path(name).is_file() or name.endswith(".csv")]
     if len(files) == 1:
         raise bad_input(
             "--compare",
