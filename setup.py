@@ -58,6 +58,8 @@ CUDA_PROBE = """
 __global__ void probe(float* a) { if constexpr (true) a[threadIdx.x] *= 2; }
 int start(float* a) { probe<<<1, 32>>>(a); return int(cudaGetLastError()); }
 """
+# macOS: a module to be loaded, whose names of Python are looked up in the process that loads it.
+SHARED = ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
 # Programs that stand before a compiler and are none.
 LAUNCHERS = ("ccache", "sccache", "distcc", "icecc")
 GET_NVCC = (
@@ -226,7 +228,7 @@ def find_compiler(common: list[str], folder: Path) -> tuple[list[str], str]:
     why = ""
     for cxx in candidates:
         out.unlink(missing_ok=True)
-        ok, text = attempt([*cxx, *common, "-O3", "-shared", "-pthread", str(source), "-o", str(out)])
+        ok, text = attempt([*cxx, *common, "-O3", *SHARED, "-pthread", str(source), "-o", str(out)])
         if ok and out.exists():
             return cxx, (attempt([*cxx, "--version"])[1].splitlines() or ["unknown"])[0]
         why = why or f"{shlex.join(cxx)} cannot build a C++17 shared library ({first_error(text)})"
@@ -391,8 +393,9 @@ def warn_without_cuda(why: Unavailable) -> None:
 
 def find_toolchain() -> Toolchain:
     """Finds and tries everything that a native build needs. Raises ``Unavailable``."""
-    if sys.platform != "linux":
-        raise Unavailable(f"the native part is built on Linux only, this is {sys.platform}", "use the eager backend")
+    if sys.platform not in ("linux", "darwin"):
+        why = f"the native part is built on Linux and macOS only, this is {sys.platform}"
+        raise Unavailable(why, "use the eager backend")
     common, isas, device = read_flags()
     common = [*env_flags("CPPFLAGS"), *env_flags("CXXFLAGS"), *common]
     with tempfile.TemporaryDirectory() as name:
@@ -434,7 +437,7 @@ def write_ninja(chain: Toolchain, folder: Path, target: Path) -> None:
         "  deps = gcc",
         "  description = compile $out",
         "rule link",
-        f"  command = $cxx -shared -pthread {words(env_flags('LDFLAGS'))} $in $libs -o $out",
+        f"  command = $cxx {words(SHARED)} -pthread {words(env_flags('LDFLAGS'))} $in $libs -o $out",
         "  description = link $out",
     ]
     if cuda:

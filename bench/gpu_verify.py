@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 from gpu_backends import BACKENDS, NEEDS_A_GPU, by_environment, under_test
-from gpu_behaviour import beyond_32_bits, choice, graphs, memory, no_sync, streams
+from gpu_behaviour import beyond_32_bits, choice, graph_with_clip, graphs, memory, no_sync, streams
 from gpu_numbers import RULES, bits, norms, repeatable, scalers
 from gpu_offload import offload
 from gpu_place import Place
@@ -39,6 +39,7 @@ class Check:
 CHECKS = {f"bits {rule}": Check(partial(bits, rule=rule), dry=True) for rule in RULES} | {
     "choice": Check(choice, once=True),
     "graphs": Check(graphs),
+    "graph with clip": Check(graph_with_clip),
     "no sync": Check(no_sync),
     "streams": Check(streams),
     "repeatable": Check(repeatable, dry=True),

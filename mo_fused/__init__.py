@@ -4,6 +4,7 @@ from ._version import __version__
 from .convert import from_state_dict, to_torch_state_dict
 from .grad import clip_grad_norm_, clip_grads_with_norm_, get_total_norm, grad_stats
 from .optim import SGD, Adafactor, Adam, AdamW
+from .patching import patch, unpatch
 from .release import gradient_release
 from .scaler import GradScaler
 from .stats import GradStats, ParamStats, StepStats
@@ -24,5 +25,7 @@ __all__ = [
     "get_total_norm",
     "grad_stats",
     "gradient_release",
+    "patch",
     "to_torch_state_dict",
+    "unpatch",
 ]

@@ -24,6 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit status: 0, 1 failed, 2 bad usage or input, 130 stopped by Ctrl-C."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    if arguments.handler == _run:
+        return _run(arguments)  # what comes out of a script is for Python to report
     try:
         status: int = arguments.handler(arguments)
         sys.stdout.flush()
@@ -54,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_report(commands)
     _add_diagnose(commands)
     _add_bench(commands)
+    _add_run(commands)
     return parser
 
 
@@ -193,6 +196,20 @@ def _add_bench(commands: Any) -> None:
     parser.set_defaults(handler=_bench, program=parser.prog)
 
 
+def _add_run(commands: Any) -> None:
+    text = "run a script as it is, with torch.optim's classes and clip_grad_norm_ made those of this package"
+    run = commands.add_parser(
+        "run",
+        help=text,
+        usage="mo-fused run [-h] SCRIPT [ARGUMENT ...]\n       mo-fused run [-h] -m MODULE [ARGUMENT ...]",
+        description=f"{text[0].upper()}{text[1:]}.",
+    )
+    run.add_argument("-m", action="store_true", dest="module", help="a module by its name, as python -m")
+    about = "path of the script, or name of the module, and its arguments, which are passed on as they are"
+    run.add_argument("command", nargs=argparse.REMAINDER, metavar="SCRIPT [ARGUMENT ...]", help=about)
+    run.set_defaults(handler=_run, program="mo-fused run")
+
+
 def _default_by_task(name: str) -> str:
     """The tasks' defaults of a setting in words, "" if the setting has one default, or none, for all."""
     given = {task: defaults[name] for task, defaults in TASK_DEFAULTS.items() if name in defaults}
@@ -237,6 +254,21 @@ def _diagnose(arguments: argparse.Namespace) -> int:
 
     found = diagnose(arguments.run, arguments.classes)
     print(found.as_json() if arguments.json else found)
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from mo_fused import running
+
+    prepare = running.module if arguments.module else running.script
+    try:
+        if not arguments.command:
+            raise bad_input("SCRIPT", expected="what to run", found="nothing", remedy="see mo-fused run --help")
+        run = prepare(arguments.command[0], arguments.command[1:])
+    except InputError as error:
+        print(f"{arguments.program}: error: {error}", file=sys.stderr)
+        return BAD_USAGE
+    run()
     return 0
 
 

@@ -94,12 +94,16 @@ _kept = _Kept()
 def on_one_device(grads: Sequence[Tensor]) -> DeviceGradients | None:
     """A table of these gradients, or None unless all of them lie on one device that has kernels for all of them.
 
+    None also while a CUDA graph is being captured: torch's own operations are captured then.
+
     The last few tables are kept, by the layouts of their gradients and the stream that they are used on.
     """
     items = list(grads)
     if not items or type(items[0]) not in (Tensor, torch.nn.Parameter) or items[0].layout is not torch.strided:
         return None
     device = items[0].device
+    if dispatch.is_capturing(device):
+        return None  # a replay needs the memory of a table for ever, and tables here come and go
     backend = dispatch.choose(items[0]).backend
     if backend not in dispatch.ON_DEVICE:
         return None

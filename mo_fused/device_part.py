@@ -21,6 +21,7 @@ from .host_copy import HostCopy
 from .request import Request
 from .stats import RESULT_AT, RESULT_WIDTH, RING, ROW, ROW_WIDTH
 from .table import ACTIVE, STAT_COLUMNS
+from .tracing import phase
 
 if TYPE_CHECKING:
     from .distributed.ranks import Share
@@ -205,7 +206,7 @@ class DevicePart:
             report=ask.report if self._late_report is None else None,
         )
         self.table.settings[0, 0] = math.nan if ask.max_grad_norm is None else ask.max_grad_norm
-        with dispatch.on_device(self.device):
+        with phase("send"), dispatch.on_device(self.device):
             self._capturing = dispatch.is_capturing(self.device)
             self.captured |= self._capturing
             self.table.send(self._capturing)
@@ -226,7 +227,7 @@ class DevicePart:
 
     def measure(self, count_zeros: bool = False) -> None:
         """Pass 1: statistics of every gradient. ``count_zeros``: of its zero elements too."""
-        with dispatch.on_device(self.device):
+        with phase("norm"), dispatch.on_device(self.device):
             self._backend.measure(self.table, self.stats.address, count_zeros)
 
     def partial(self) -> Tensor:
@@ -258,21 +259,21 @@ class DevicePart:
             there = extras.to(self.device, non_blocking=True)
         elif extras:
             there = torch.stack([e.to(self.device, non_blocking=True) for e in extras])
-        with dispatch.on_device(self.device):
+        with phase("finish"), dispatch.on_device(self.device):
             self._backend.finish(self.table, self.stats.address, self._ask, self._first, there, norm, elsewhere)
         if self._late_report is not None:
             self._late_report.copy_(self.stats.tensor[RESULT_AT["found_inf"]])
 
     def scale_gradients(self) -> None:
         """Multiplies each gradient by its row's factor, in place."""
-        with dispatch.on_device(self.device):
+        with phase("scale"), dispatch.on_device(self.device):
             self._backend.scale_gradients(self.table, self.stats.address)
 
     def update(self) -> None:
         """Pass 2, and what follows from its sums."""
         ask, table, at = self._ask, self.table, self.stats.address
         sums = 0 if not ask.stats else 1 if self._first else 2
-        with dispatch.on_device(self.device):
+        with phase("update"), dispatch.on_device(self.device):
             if table.tiling is not None:
                 if self.cut is not None:
                     self.cut.exchange_sums()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.clip_grad import clip_grad_norm_ as _torch_clip_grad_norm_  # whatever its name means later
 
 from . import dispatch
 from .device_gradients import DeviceGradients, on_one_device
@@ -18,10 +19,12 @@ from .distributed.gradients import SharedGradients
 from .host_gradients import HostGradients
 from .stats import GradStats
 from .table import FINISH, MEASURE, SCALE
+from .tracing import not_compiled
 
 _INF = float("inf")
 
 
+@not_compiled
 def grad_stats(tensors: Tensor | Iterable[Tensor]) -> GradStats:
     """Norm, largest magnitude, non-finite and zero elements of many gradients, in one read of each.
 
@@ -147,6 +150,7 @@ def _check_finite(norm: float, norm_type: float) -> None:
         )
 
 
+@not_compiled
 @torch.no_grad()
 def get_total_norm(
     tensors: Tensor | Iterable[Tensor],
@@ -159,7 +163,7 @@ def get_total_norm(
     Args:
         tensors: a tensor or an iterable of tensors.
         norm_type: 2 and inf are native; every other p-norm goes to torch.
-        error_if_nonfinite: raise RuntimeError when the norm is inf or NaN.
+        error_if_nonfinite: a norm that is inf or NaN is an error.
         foreach: passed on where torch does the work.
 
     Returns:
@@ -167,6 +171,9 @@ def get_total_norm(
         whose range is too small for a norm). Sums of squares neither overflow nor vanish on the way; empty tensors add
         nothing. Of DTensors the norm is that of the whole tensors, on every rank the same, in a plain tensor: every
         rank of their meshes has to call this, with the same tensors in the same order.
+
+    Raises:
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
     """
     grads = _as_list(tensors, 3)
     norm_type = float(norm_type)
@@ -187,6 +194,7 @@ def get_total_norm(
     return _norm_tensor(norm, grads)
 
 
+@not_compiled
 @torch.no_grad()
 def clip_grads_with_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -223,6 +231,7 @@ def clip_grads_with_norm_(
     HostGradients(list(grads)).scale(float(total_norm), float(max_norm))
 
 
+@not_compiled
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -240,11 +249,14 @@ def clip_grad_norm_(
         parameters: a tensor or an iterable of tensors whose ``.grad`` is clipped in place.
         max_norm: the largest norm allowed.
         norm_type: 2 and inf are native; every other p-norm goes to torch.
-        error_if_nonfinite: raise RuntimeError when the norm is inf or NaN; gradients are left as they are.
+        error_if_nonfinite: a norm that is inf or NaN is an error, and gradients are left as they are.
         foreach: passed on where torch does the work.
 
     Returns:
         The norm before clipping, as :func:`get_total_norm`.
+
+    Raises:
+        RuntimeError: the norm is not finite, with ``error_if_nonfinite``.
     """
     items = _as_list(parameters, 3)
     of_each = [p.grad for p in items]
@@ -267,7 +279,7 @@ def clip_grad_norm_(
         torch.autograd.graph.increment_version(grads)
         return norm
     if not _served(grads, norm_type):
-        return torch.nn.utils.clip_grad_norm_(items, max_norm, norm_type, error_if_nonfinite, foreach)
+        return _torch_clip_grad_norm_(items, max_norm, norm_type, error_if_nonfinite, foreach)
     measured = HostGradients(list(grads))
     if norm_type == 2.0 and not error_if_nonfinite and not measured.others and measured.writable:
         measured.run(MEASURE | FINISH | SCALE, max_norm)

@@ -13,6 +13,7 @@ from .backends import cpu
 from .backends.eager import ScaledSum, clip_coefficient, larger
 from .stats import StatsBuffer
 from .table import FINISH, ROW, SCALE, Table, gradient_table
+from .tracing import phase
 
 KEPT = 8
 """Tables that are kept for gradients that look alike."""
@@ -65,7 +66,8 @@ class HostGradients:
         control["extra_sumsq"], control["extra_exponent"], control["extra_amax"] = total.sumsq, total.exponent, amax
         control["max_grad_norm"], control["phases"] = max_norm, phases
         if dispatch.native() is not None:
-            cpu.run(self.table)
+            with phase("norm"):
+                cpu.run(self.table)
             self.total, self.amax = self.buffer["grad_norm"], self.buffer["grad_amax"]
         else:
             self.total, self.amax = total.norm(), amax
@@ -105,5 +107,6 @@ class HostGradients:
             return
         self.buffer["grad_norm"], self.buffer["measured"] = norm, 1.0
         self.table.control["max_grad_norm"], self.table.control["phases"] = max_norm, FINISH | SCALE
-        cpu.run(self.table)
+        with phase("scale"):
+            cpu.run(self.table)
         torch.autograd.graph.increment_version([self.grads[i] for i in self._served])

@@ -31,7 +31,11 @@ class GradScaler(torch.amp.GradScaler):
             raise
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch.amp.GradScaler.unscale_; refused where ``offload_gradients`` leaves no gradients to unscale."""
+        """As torch.amp.GradScaler.unscale_.
+
+        Raises:
+            RuntimeError: ``offload_gradients`` or gradient release leaves no gradients to unscale; torch's own reasons.
+        """
         self._refuse_release(optimizer)
         if self.is_enabled() and isinstance(optimizer, FusedOptimizer) and (offload := optimizer._offload) is not None:
             if offload.takes_gradients and optimizer._step_supports_amp_scaling:

@@ -17,5 +17,5 @@ SHARDS: tuple[tuple[str, ...], ...] = (
     + ("test_state", "test_changes", "test_amp", "test_step_protocol", "test_corner_cases", "test_release")
     + ("test_adafactor_numerics", "test_adafactor_rms", "test_adafactor_state", "test_adafactor_step")
     + ("test_adafactor_errors", "test_adafactor_extremes", "test_factored_parts", "test_master_weights")
-    + ("test_quantised", "test_random_offset", "test_distributed_devices"),
+    + ("test_quantised", "test_random_offset", "test_distributed_devices", "test_profiler"),
 )

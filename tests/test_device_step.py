@@ -41,6 +41,7 @@ from torch.nn import Parameter
 
 import mo_fused
 from mo_fused import dispatch
+from mo_fused.device_gradients import on_one_device
 
 pytestmark = pytest.mark.device_only(reason="test_triton_suite.py and test_cuda_suite.py run it")
 
@@ -358,3 +359,25 @@ def test_every_case_is_a_case_of_this_backend() -> None:
         assert_backend(opt, BACKEND)
         drive(opt, [p], [[torch.ones(3)]])
         assert_backend(opt, BACKEND)
+
+
+# -- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+
+def test_utilities_leave_a_capture_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table of theirs would have to live as long as the graph, and its memory be sent while nothing may be."""
+    params = parameters(weights(SHAPES))
+    for p, g in zip(params, gradients(SHAPES, 1)[0], strict=True):
+        p.grad = g
+    grads = [p.grad for p in params if p.grad is not None]
+    assert on_one_device(grads) is not None
+    monkeypatch.setattr(dispatch, "is_capturing", lambda device: True)
+    assert on_one_device(grads) is None
+    want = [g.clone() for g in grads]
+    others = [Parameter(torch.empty_like(g)) for g in want]
+    for other, g in zip(others, want, strict=True):
+        other.grad = g
+    norm = torch.nn.utils.clip_grad_norm_(others, 0.5)
+    assert float(mo_fused.clip_grad_norm_(params, 0.5)) == pytest.approx(float(norm), rel=1e-6)
+    for found, expected in zip(grads, want, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)

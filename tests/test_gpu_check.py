@@ -205,7 +205,7 @@ def test_a_dry_run_walks_every_step(tmp_path: Path) -> None:
     assert "\ntests with cuda: not run: needs a GPU\n" in report
     for name in ("bits AdamW", "bits SGD momentum", "repeatable", "norms", "scalers", "offload"):
         assert f"\nok  triton: {name} (" in report
-    for name in ("graphs", "no sync", "streams", "memory", "beyond 32 bits"):
+    for name in ("graphs", "graph with clip", "no sync", "streams", "memory", "beyond 32 bits"):
         assert f"\nneeds a GPU  triton: {name}\n" in report
     for name in ("cuda: everything", "choice"):
         assert f"\nneeds a GPU  {name}\n" in report

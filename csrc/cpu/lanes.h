@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -54,10 +55,9 @@ struct Vec<double> {
   static constexpr int lanes = kLanesF64;
 };
 
+// No explicit specialisation: clang gives it external linkage, so that two objects that include this would not link.
 template <class V>
-constexpr int kWidthOf = Vec<float>::width;
-template <>
-constexpr int kWidthOf<f64v> = Vec<double>::width;
+constexpr int kWidthOf = std::is_same<V, f64v>::value ? Vec<double>::width : Vec<float>::width;
 
 MO_RULE f32v square_root(const f32v& x) {
 #if defined(__AVX512F__)

@@ -2,6 +2,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cpu/features.h"
 #include "cpu/kernels.h"
 
 namespace mo {
@@ -30,17 +31,10 @@ Choice select() {
   const char* asked = std::getenv("MO_FUSED_ISA");
   if (asked && !*asked) asked = nullptr;
 #if defined(MO_HAVE_AVX512)
-  // Built-in checks include that the operating system saves the wide registers.
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && (!asked || !std::strcmp(asked, "avx512"))) {
-    return {&avx512::table, nullptr};
-  }
+  if (runs_avx512() && (!asked || !std::strcmp(asked, "avx512"))) return {&avx512::table, nullptr};
 #endif
 #if defined(MO_HAVE_AVX2)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2") &&
-      (!asked || !std::strcmp(asked, "avx2"))) {
-    return {&avx2::table, nullptr};
-  }
+  if (runs_avx2() && (!asked || !std::strcmp(asked, "avx2"))) return {&avx2::table, nullptr};
 #endif
   if (!asked || !std::strcmp(asked, "base")) return {&base::table, nullptr};
   return {&base::table, "MO_FUSED_ISA names an instruction set that this build or this machine does not have"};

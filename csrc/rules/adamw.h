@@ -75,7 +75,7 @@ MO_RULE void adamw_update(V& p, V g, V& m, V& v, V& w, V& update, const AdamScal
   adamw_moments(p, g, m, v, s);
   V second = v;
   if (Amsgrad) {
-    w = (w > v) | (w != w) ? w : v;  // a NaN that is already there stays, as in torch.maximum
+    w = ((w > v) | (w != w)) ? w : v;  // a NaN that is already there stays, as in torch.maximum
     second = w;
   }
   update = adamw_weight(p, m, V(square_root(second)), s);

@@ -4,24 +4,9 @@
 #include <cstdio>
 #include <vector>
 
+#include "cpu/features.h"
+
 namespace isa {
-
-inline bool runs_avx2() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2");
-#else
-  return false;
-#endif
-}
-
-inline bool runs_avx512() {
-#if defined(__x86_64__)
-  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-  return false;
-#endif
-}
 
 // Names for MO_FUSED_ISA. Says which of the built ones are left out. Kernels of a device run instead with their threads in
 // so many orders.
@@ -41,10 +26,10 @@ inline std::vector<const char*> names(int orders) {
   };
   (void)add;
 #if defined(MO_HAVE_AVX2)
-  add("avx2", runs_avx2());
+  add("avx2", mo::runs_avx2());
 #endif
 #if defined(MO_HAVE_AVX512)
-  add("avx512", runs_avx512());
+  add("avx512", mo::runs_avx512());
 #endif
   return there;
 }

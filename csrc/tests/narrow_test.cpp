@@ -37,10 +37,10 @@ const char* const kNames[2] = {"bf16", "fp16"};
 std::vector<const Table*> tables() {
   std::vector<const Table*> there{&mo::base::lanes_table};
 #if defined(MO_HAVE_AVX2)
-  if (isa::runs_avx2()) there.push_back(&mo::avx2::lanes_table);
+  if (mo::runs_avx2()) there.push_back(&mo::avx2::lanes_table);
 #endif
 #if defined(MO_HAVE_AVX512)
-  if (isa::runs_avx512()) there.push_back(&mo::avx512::lanes_table);
+  if (mo::runs_avx512()) there.push_back(&mo::avx512::lanes_table);
 #endif
   return there;
 }

@@ -82,7 +82,10 @@ class StateFile:
                 self.write(zeros[: room - at], offset + at)
             return offset
         try:
-            os.posix_fallocate(self._descriptor, self._end, room)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._descriptor, self._end, room)
+            else:  # macOS: a full disk is then noticed when the pages are written
+                os.ftruncate(self._descriptor, self._end + room)
         except OSError as error:
             os.ftruncate(self._descriptor, self._end)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -91,8 +91,7 @@ class Adafactor(FusedOptimizer, torch.optim.Adafactor):
         self._own_defaults = {**own, "lr": lr, "d": d}
         stand_ins = 1e-2 if lr is None else lr, max(1.0, d) if transformers_form and d > 0.0 else d
         try:
-            torch.optim.Adafactor.__init__(
-                self,
+            super().__init__(
                 params,
                 stand_ins[0],
                 beta2_decay,

@@ -79,8 +79,7 @@ class AdamW(FusedOptimizer, torch.optim.AdamW):
     ) -> None:
         arguments = locals()
         options = check_options({name: arguments[name] for name in OPTIONS})
-        torch.optim.AdamW.__init__(
-            self,
+        super().__init__(
             params,
             lr,
             betas,
@@ -137,8 +136,7 @@ class Adam(FusedOptimizer, torch.optim.Adam):
         options = check_options({name: arguments[name] for name in OPTIONS})
         # The key does not exist in torch before 2.7; there it may not be passed.
         extra = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
-        torch.optim.Adam.__init__(
-            self,
+        super().__init__(
             params,
             lr,
             betas,

@@ -19,6 +19,7 @@ from ..offload.files import mapped
 from ..request import Request
 from ..state import STATE_DTYPES, Loader
 from ..stats import Buffer, StepStats
+from ..tracing import not_compiled, phase
 from . import execute, hooked, shared
 from .formats import Formats
 from .planning import Row
@@ -232,7 +233,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             group.pop(name, None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch.optim.Optimizer.add_param_group; ``"clip": False`` takes it out of clipping."""
+        """Adds a group, as torch.optim.Optimizer.add_param_group; ``"clip": False`` takes it out of clipping.
+
+        Raises:
+            ValueError: an option of this package stands in the group, or gradient release cannot take the group.
+        """
         if partition.zero_group() is not None:  # which has written its defaults, our options too, into its groups
             param_group = {key: value for key, value in param_group.items() if key not in self._options}
         for name in self._options:
@@ -296,6 +301,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs one optimization step: unscale, non-finite check, clip, update, statistics, all in one pass or two.
 
@@ -366,7 +372,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _fused_step(self) -> None:
         options = self.defaults
         rows = self._rows()
-        grads = rows.refresh(self)
+        with phase("table"):
+            grads = rows.refresh(self)
         ask = Request(
             rule=self._rule.code,
             max_grad_norm=options["max_grad_norm"],
@@ -380,7 +387,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         hook: NormHook | None = self.__dict__.get("_norm_hook")
         hits = 0 if hook is None else hook.hits
-        buffers = run_step(rows, grads, ask, self._rule, self.state, self.param_groups, hook)
+        with phase("step"):
+            buffers = run_step(rows, grads, ask, self._rule, self.state, self.param_groups, hook)
         rows.settled = {}
         if self._offload is not None:
             self._offload.settle_gradients()

@@ -54,8 +54,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     ) -> None:
         arguments = locals()
         options = check_options({name: arguments[name] for name in OPTIONS})
-        torch.optim.SGD.__init__(
-            self,
+        super().__init__(
             params,
             lr,
             momentum,

@@ -35,6 +35,9 @@ class Feed:
 
     Args:
         loader: gives the batches of one epoch each time that it is iterated; it may be endless.
+
+    Raises:
+        TypeError: ``loader`` gives single samples, or nothing that can be iterated.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:

@@ -76,6 +76,9 @@ class LayerNorms:
     Attributes:
         steps: by step, the norm of each layer by its name.
         totals: by step, the norm over all of them.
+
+    Raises:
+        ValueError, InputError: as :func:`layer_norms`; ``write`` is no function.
     """
 
     def __init__(

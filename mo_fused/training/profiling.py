@@ -24,6 +24,9 @@ class StepProfiler:
     """Records steps with ``torch.profiler`` (the CPU, and CUDA where there is a device) and writes the trace.
 
     ``path`` is None until the trace is there. Afterwards, and after :meth:`close`, :meth:`step` does nothing.
+
+    Raises:
+        ValueError: ``steps`` below 1.
     """
 
     def __init__(self, steps: int, folder: str | Path) -> None:

@@ -53,7 +53,8 @@ def _whole(count: Any) -> int:
 class StepMonitor(Protocol):
     """What a trainer calls after every step; :class:`Trainer` says what ``batch_info`` holds."""
 
-    def step(self, loss: Tensor, batch_info: Mapping[str, Any]) -> None: ...
+    def step(self, loss: Tensor, batch_info: Mapping[str, Any]) -> None:
+        """A step has been made. ``loss``: its mean loss, 0-dim, on the device."""
 
 
 class TrainerStep:
