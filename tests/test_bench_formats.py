@@ -211,28 +211,3 @@ def test_the_table_of_formats(storing: ModuleType, tmp_path: Path, capsys: pytes
     assert later["int4"]["lived"]["m"] > later["int4"]["stored_once"]["m"]
     printed = capsys.readouterr().out
     assert f"{later['int8']['stored_once']['update']:.2%}" in printed and "after 4 steps in the format" in printed
-
-
-# -- the README's table -----------------------------------------------------------------------------------------------
-
-
-def test_the_table_takes_bytes_losses_and_speeds(
-    records: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(BENCH)
-    script = importlib.import_module("format_table")
-    case = importlib.import_module("train_formats").case_of(400, 3e-4)
-    trained = [{**r, "quick": False, "case": case} for r in records.values()]
-    trained += [{**r, "quick": False, "case": "another rate", "bytes_of_matrices": 1e6} for r in records.values()]
-    run = {"bench": "formats", "case": "int8 moments", "time": "now", "quick": False}
-    timed = [
-        {**run, "contender": "mo_fused int8 split8", "median_ms": 20.0},
-        {**run, "contender": "torch fused", "median_ms": 30.0},
-        {**run, "contender": "mo_fused int8 split8", "median_ms": 1.0, "quick": True},
-    ]
-    lines = script.table([*timed, *trained]).splitlines()
-    assert len(lines) == 2 + len(records)
-    (found,) = (line for line in lines if line.startswith("| bf16 | split8 | int8 |"))
-    assert found.endswith("| 1.50x |")
-    assert f"| {records['bf16-split8-int8']['bytes_of_matrices']:.2f} |" in found
-    assert sum(line.endswith("x |") for line in lines) == 1
