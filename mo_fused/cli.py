@@ -170,7 +170,7 @@ def _add_bench(commands: Any) -> None:
         "bench",
         help=text,
         description=f"{text[0].upper()}{text[1:]}. All take turns in one run; shown are medians, quartiles, GB/s by "
-        "counted bytes and their share of a copy's. The exit status is 3 where the machine was too noisy for a verdict.",
+        "counted bytes and their share of a copy's. The exit status is 3 where the machine was too noisy to tell.",
     )
     suites = "step, clip, amp, adafactor, memory, overhead, offload, scaling, threads (default: step and clip)"
     parser.add_argument("suites", nargs="*", metavar="SUITE", help=suites)

@@ -23,7 +23,7 @@ BLOCKS = {name: blocks(text) for name, text in PAGES.items()}
 RUN = ("python", "console")
 OWN_PROCESS = {"distributed.md"}
 """Pages that make a process group, which no other test should find."""
-REASONS = {"installs packages", "needs several processes", "takes minutes"}
+REASONS = {"installs packages", "needs a script of yours", "needs several processes", "takes minutes"}
 """Why a block may stay unrun: no other reason, and each is used."""
 
 
