@@ -26,7 +26,7 @@ class NormOutlier(Watcher):
     ``window`` norms are there. Norms that are 0 or not finite neither count nor are found (:class:`NonFinite`); an
     outlier does enter the window, so that a lasting change is taken for usual after half of one.
 
-    False alarms on a healthy norm (2e6 simulated steps, default arguments): one in 2 million steps where ln(norm) is
+    False alarms on a healthy norm (1e8 simulated steps, default arguments): one in 4 million steps where ln(norm) is
     normally distributed, one in 1200 where its tails are heavy (Student's t with 5 degrees of freedom): take a larger
     ``k`` there.
 
