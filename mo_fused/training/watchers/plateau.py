@@ -18,7 +18,7 @@ class Plateau(Watcher):
     neither is a plateau that noise hides: a longer window sees it. Looked at every tenth of a window. After a finding
     the next one needs an improvement in between, or ``window`` further values.
 
-    A healthy loss that improves by exactly ``min_improvement`` a window, with independent noise, is reported at 2.5 %
+    A healthy loss that improves by exactly ``min_improvement`` a window, with independent noise, is reported at 2.3 %
     of the looks, one that improves by 4 standard errors more at about 1 in 1e9.
 
     The event has ``before``, ``after``, ``improvement`` (relative) and ``error`` (its standard error).
