@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import dispatch, errors
+from . import dispatch, errors, team
 from .distributed import shards
 from .factored import FACTORED, TILE, Tiling
 from .layout import walking_order
@@ -127,9 +127,6 @@ STAT_COLUMNS = ("sumsq", "exponent", "amax", "nonfinite", "zeros", "clips", "upd
 LAYOUT_WORDS = 1 + 8 + OPERANDS * 8 + OPERANDS
 CHUNK_ELEMENTS = 16384
 BATCHES = 128
-# A thread is woken for at least this many elements: below some 50 us of work, waking it, and sharing its core with
-# another library's spinning threads, costs more than it brings.
-ELEMENTS_PER_THREAD = 8 * CHUNK_ELEMENTS
 ROW_SCALARS_SIZE = 96
 CHUNK_STATS_SIZE = 64
 
@@ -330,8 +327,9 @@ class Table:
     def _cut(self) -> None:
         """Chunks of at most CHUNK_ELEMENTS, and batches of chunks: what a thread takes at a time.
 
-        Tiny tensors share a batch of about a chunk's size. Of large ones a batch takes about 1/128 of everything:
-        threads that work far apart, each on consecutive pages, get a tenth more out of the memory.
+        Tiny tensors share a batch that costs about as much as a chunk. Of large ones a batch takes about 1/128 of
+        everything: threads that work far apart, each on consecutive pages, get a tenth more out of the memory. With
+        more than 16 threads there are more batches, so that none waits long for the others' last.
         """
         numel, tiling = self.rows["numel"], self.tiling
         counts = -(-numel // CHUNK_ELEMENTS) if tiling is None else tiling.counts
@@ -346,10 +344,11 @@ class Table:
         else:
             self.chunks["start"] = start = (np.arange(total) - np.repeat(first, counts)) * CHUNK_ELEMENTS
             self.chunks["length"] = np.minimum(CHUNK_ELEMENTS, numel[row] - start) if total else 0
-        before = np.cumsum(self.chunks["length"], dtype=np.int64) - self.chunks["length"]
-        elements = int(self.chunks["length"].sum(dtype=np.int64))
-        batch = before // (CHUNK_ELEMENTS * max(1, elements // (CHUNK_ELEMENTS * BATCHES)))
-        self.useful_threads = 1 + elements // ELEMENTS_PER_THREAD
+        length = self.chunks["length"].astype(np.int64)
+        self.useful_threads = team.useful_threads(int(length.sum()), total)
+        pieces = max(BATCHES, team.BATCHES_PER_THREAD * team.team_size(self.useful_threads, total))
+        cost = length + np.where(length < CHUNK_ELEMENTS, team.CHUNK_COST, 0)
+        batch = (np.cumsum(cost) - cost) // (CHUNK_ELEMENTS * max(1, int(cost.sum()) // (CHUNK_ELEMENTS * pieces)))
         edges = np.flatnonzero(np.diff(batch)) + 1 if total else np.zeros(0, dtype=np.int64)
         self.batches = np.concatenate([[0], edges, [total]] if total else [[0]]).astype(np.int32)
 

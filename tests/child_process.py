@@ -8,9 +8,17 @@ import torch
 from cases import ADAMW, assert_backend, drive, gradients, parameters, weights
 from torch.nn import Parameter
 
-# Work for three threads (one is woken for every 131072 elements or so), in tensors small enough that torch's own copies
-# and comparisons stay on one thread: its thread pool does not survive a fork, ours must.
+from mo_fused import team
+
+# Work for three threads, where one is woken for as little as here; in tensors small enough that torch's own copies and
+# comparisons stay on one thread: its thread pool does not survive a fork, ours must.
 SHAPES = [*[(30_000,)] * 9, (7,), (120, 200)]
+
+
+def teams_as_asked() -> None:
+    """As the fixture of this name, for the rest of the process."""
+    team.allowed_cores = lambda: 64
+    team.ELEMENTS_PER_THREAD = 1 << 14
 
 
 def trained(steps: int) -> tuple[Any, list[Parameter]]:
@@ -25,6 +33,7 @@ def trained(steps: int) -> tuple[Any, list[Parameter]]:
 def put_trained(queue: Any) -> None:
     """Trains five steps on three threads and reports the parameters as bytes."""
     torch.set_num_threads(3)
+    teams_as_asked()
     _, params = trained(5)
     queue.put(b"".join(p.detach().numpy().tobytes() for p in params))
 

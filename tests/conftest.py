@@ -94,6 +94,14 @@ def drop_checkout_from_path() -> None:
 
 
 @pytest.fixture
+def teams_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps have as many threads as torch is told, however few cores there are and however small the work."""
+    team = importlib.import_module("mo_fused.team")
+    monkeypatch.setattr(team, "allowed_cores", lambda: 64)
+    monkeypatch.setattr(team, "ELEMENTS_PER_THREAD", 1 << 14)
+
+
+@pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs Python elsewhere (in the checkout ``-c`` and ``-m`` import its mo_fused/), with the mo_fused tested here."""
     spec = importlib.util.find_spec("mo_fused")

@@ -182,7 +182,7 @@ def test_every_half_precision_value_is_widened_and_narrowed_alike(dtype: torch.d
 
 
 @pytest.fixture
-def threads() -> Iterator[None]:
+def threads(teams_as_asked: None) -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -214,8 +214,10 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
 torch.set_num_threads(3)
 from cases import ADAMW, drive, gradients, parameters, weights
+from child_process import teams_as_asked
 from test_bits import THREAD_SHAPES
 params, grads = parameters(weights(THREAD_SHAPES[:-1])), gradients(THREAD_SHAPES[:-1], 1)
+teams_as_asked()
 before = len(os.listdir("/proc/self/task"))
 drive(ADAMW.ours(params, backend="cpu"), params, grads)
 print("started", len(os.listdir("/proc/self/task")) - before)

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 
 @pytest.fixture(autouse=True)
-def three_threads() -> Iterator[None]:
+def three_threads(teams_as_asked: None) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield

@@ -53,6 +53,7 @@ int ThreadPool::reserve(int threads) {
   std::lock_guard<std::mutex> turn(turn_);
   std::lock_guard<std::mutex> lock(mutex_);
   while (int(threads_.size()) + 1 < threads) {
+    if (start_.size() == threads_.size()) start_.emplace_back();
     try {
       threads_.emplace_back(&ThreadPool::work, this, int(threads_.size()) + 1, generation_);
     } catch (const std::system_error&) {
@@ -75,7 +76,8 @@ void ThreadPool::run(int team, Function function, void* context) {
     running_.store(team - 1, std::memory_order_relaxed);
     ++generation_;
   }
-  start_.notify_all();
+  // Not all that there are: those who sit out would wake for nothing, one after the other under one lock.
+  for (int member = 1; member < team; ++member) start_[size_t(member - 1)].notify_one();
   function(context, 0, team);
   for (int spins = 0; running_.load(std::memory_order_acquire) != 0; ++spins) pause_briefly(spins);
 }
@@ -85,11 +87,11 @@ void ThreadPool::work(int member, uint64_t seen) {
     Job job;
     {
       std::unique_lock<std::mutex> lock(mutex_);
-      start_.wait(lock, [&] { return generation_ != seen; });
+      start_[size_t(member - 1)].wait(lock, [&] { return generation_ != seen; });
       seen = generation_;
       job = job_;
     }
-    if (member >= job.team) continue;
+    if (member >= job.team) continue;  // woken by chance, or late for a run without it
     job.function(job.context, member, job.team);
     running_.fetch_sub(1, std::memory_order_release);
   }

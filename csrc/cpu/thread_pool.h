@@ -5,6 +5,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <deque>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -48,7 +49,7 @@ class ThreadPool {
 
   std::mutex turn_;
   std::mutex mutex_;
-  std::condition_variable start_;
+  std::deque<std::condition_variable> start_;  // one for each thread: those who sit out a run sleep on
   Job job_;
   uint64_t generation_ = 0;
   std::atomic<int> running_{0};

@@ -3,6 +3,7 @@
 // sanitizer, which is why shared counts below are plain memory wherever the pool promises an order.
 #include "cpu/thread_pool.h"
 
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -125,6 +126,28 @@ void idle_members_sleep() {
   CHECK_SAYS(used < 0.1, "%.3f s of processor time in 0.3 s of sleep", used);
 }
 
+// A small team out of a large pool: nobody else wakes. Counted as waits, of which a run of two has the other member's and
+// the pause's, and one that woke all would have all members'.
+void those_who_sit_out_sleep_on() {
+  constexpr int kRuns = 200;
+  ThreadPool& pool = ThreadPool::instance();
+  if (pool.reserve(kMost) < kMost) return;
+  const auto waits = [] {
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_nvcsw;
+  };
+  const long before = waits();
+  for (int run = 0; run < kRuns; ++run) {
+    Counts c;
+    c.team = 2;
+    pool.run(2, count, &c);
+    std::this_thread::sleep_for(std::chrono::microseconds(500));
+  }
+  const double each = double(waits() - before) / kRuns;
+  CHECK_SAYS(each < 5.0, "%.1f waits a run", each);
+}
+
 TestTable large_table() {
   TestTable table(mo::kAdam);
   mo::Hyper& h = table.hyper[0];
@@ -148,7 +171,7 @@ TestTable large_table() {
   return table;
 }
 
-// run_step wakes a member for every eight batches, so this table is worth four. step_test compares steps with scalar
+// The team is as large as asked for while there are batches (this table has more). step_test compares steps with scalar
 // code; here it is that every team gives the same.
 void steps_agree(int rounds) {
   const TestTable start = large_table();
@@ -204,6 +227,7 @@ int main() {
   every_member_runs_once();
   barriers_order_memory();
   two_callers();
+  those_who_sit_out_sleep_on();
   steps_agree(3);
   two_steppers();
   fork_while_idle();

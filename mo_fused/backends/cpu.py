@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
-from .. import dispatch
+from .. import dispatch, team
 from ..table import Table
 
 
 def run(table: Table) -> None:
-    """Runs the phases that ``table.control`` asks for, on at most torch's number of threads."""
+    """Runs the phases that ``table.control`` asks for, on as many threads as the work is worth."""
     native = dispatch.native()
     assert native is not None  # dispatch chose this backend
-    table.control["threads"] = min(torch.get_num_threads(), table.useful_threads)
+    table.control["threads"] = team.team_size(table.useful_threads, len(table.batches) - 1)
     native.cpu_step(table.address)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from mo_fused.bench import facts, peers, plot, results, verdict
 from mo_fused.bench.case import MAX_SPREAD, Case, More, Outcome, Settings
+from mo_fused.bench.picture import new_figure
 from mo_fused.bench.results import Record
 from mo_fused.training.errors import bad_input
 
@@ -66,7 +67,7 @@ def bench(options: Options, say: Callable[[str], Any] = print) -> int:
         return _compare_files(options, say)
     settings = _settings(options)
     if options.plot:
-        plot.pyplot("--plot")  # before minutes of measurement, not after
+        new_figure("--plot")  # before minutes of measurement, not after
     chosen = _chosen(options)
     before = torch.get_num_threads()
     try:
@@ -191,7 +192,7 @@ def _run(options: Options, settings: Settings, chosen: dict[str, Case | More], s
             else:
                 text, rows = case(said)
                 bar.update()
-                noisy += [f"{r['case']}: {r['contender']}" for r in rows if r.get("noisy")]
+                noisy += [f"{r['case']}: {r['contender']}" for r in rows if r.get("noisy_points")]
             bar.write(f"\n[{name}] {text}")
             results.append(settings.output, rows, found)
             records += rows

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import mo_fused
-from mo_fused import dispatch
+from mo_fused import dispatch, team
 from mo_fused.backends import cpu
 
 
@@ -43,12 +43,6 @@ def _git(*words: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def cores() -> int:
-    """Those that this process may run on."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
 def _commit() -> str | None:
     # A repository that the package merely lies in, such as one with a virtual environment, is another project's.
     if not _git("ls-files", "facts.py"):
@@ -64,7 +58,7 @@ def circumstances(device: torch.device | None = None) -> dict[str, Any]:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "processor": _processor(),
-        "cores": cores(),
+        "cores": team.allowed_cores(),
         "threads": torch.get_num_threads(),
         "memory_gb": _memory_gb(),
         "gpu": gpu,

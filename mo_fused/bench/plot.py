@@ -4,35 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mo_fused.bench.case import COPY
+from mo_fused.bench.picture import new_figure
 from mo_fused.bench.results import Record
 from mo_fused.training.errors import bad_input
 
 WIDE = 10.0
 """Bars end there, with their number beside them: one slow contender would make all others invisible."""
-
-
-def pyplot(option: str) -> Any:
-    """Matplotlib without a display.
-
-    Raises:
-        InputError: it is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise bad_input(
-            option,
-            expected="Matplotlib to be installed",
-            found="no module of that name",
-            remedy="run `pip install matplotlib`, or leave the option out",
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
 
 
 def draw(records: Sequence[Record], path: str | Path) -> None:
@@ -49,12 +28,11 @@ def draw(records: Sequence[Record], path: str | Path) -> None:
         raise bad_input(
             "--plot", expected="a race to draw", found="none", remedy="choose a suite of races, such as step"
         )
-    plt = pyplot("--plot")
     bars = sum(len(rows) for rows in races.values())
-    figure, axes = plt.subplots(
-        len(races), 1, figsize=(9, 0.24 * bars + 0.75 * len(races)), height_ratios=[len(r) + 1 for r in races.values()]
-    )
-    for axis, (case, rows) in zip([axes] if len(races) == 1 else axes, races.items(), strict=True):
+    figure = new_figure("--plot", figsize=(9, 0.24 * bars + 0.75 * len(races)), layout="constrained")
+    heights = [len(rows) + 1 for rows in races.values()]
+    axes = figure.subplots(len(races), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, (case, rows) in zip(axes, races.items(), strict=True):
         first = rows[0]["median_ms"]
         names = [r["contender"] for r in rows]
         ratios = [r["median_ms"] / first for r in rows]
@@ -67,6 +45,4 @@ def draw(records: Sequence[Record], path: str | Path) -> None:
         axis.tick_params(labelsize=8)
         for i, ratio in enumerate(ratios):
             axis.text(min(ratio, WIDE), i, f" {ratio:.2f}", va="center", fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.savefig(path, dpi=120, format="png")

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..table import CHUNK_ELEMENTS, ELEMENTS_PER_THREAD, Table
+from ..table import CHUNK_ELEMENTS, Table
+from ..team import useful_threads
 from . import ring
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def cut(rows: Sequence[OffloadedRow], table: Table) -> list[Piece]:
         batch = (np.cumsum(sizes) - sizes) // max(CHUNK_ELEMENTS, elements // _BATCHES)
         edges = piece.first_chunk + 1 + np.flatnonzero(np.diff(batch))
         piece.batches = np.concatenate([[piece.first_chunk], edges, [piece.last_chunk]]).astype(np.int32)
-        piece.threads = 1 + elements // ELEMENTS_PER_THREAD
+        piece.threads = useful_threads(elements, len(sizes))
     return pieces
 
 

@@ -17,6 +17,7 @@ from ..device_part import DevicePart
 from ..request import Request
 from ..stats import ROW, StatsBuffer
 from ..table import ACTIVE, GRAD, MEASURED, PARAM, PREPARED, SUMS, UPDATE, Table, column_of
+from ..team import team_size
 from . import pieces
 from .files import OnDisk
 from .pieces import OffloadedRow, Operand, Piece, Segment
@@ -220,8 +221,9 @@ class Job:
         self.records["flags"][index] = self._flags[index]
         measured = self._gated and part.segments[0].of.row.measured_by not in dispatch.ON_DEVICE
         self.control["phases"] = UPDATE | PREPARED | (MEASURED if measured else 0)
-        self.control["threads"] = min(self.threads, piece.threads)
-        self.call["batches"], self.call["n_batches"] = piece.batches.ctypes.data, len(piece.batches) - 1
+        batches = len(piece.batches) - 1
+        self.control["threads"] = team_size(piece.threads, batches, self.threads)
+        self.call["batches"], self.call["n_batches"] = piece.batches.ctypes.data, batches
         native.cpu_step(self.call.ctypes.data)
         self.records["flags"][index] = 0
 
