@@ -28,9 +28,9 @@ class LossSpike(Watcher):
     A step costs the host some microseconds and the device nothing: sample losses and statistics stay where they are,
     and are read, which waits for the device, only after a spike.
 
-    False alarms on a healthy level loss with independent log-normal noise (1e8 simulated steps, bench/false_alarms.py): none
-    at 10 % of noise (standard deviation of the logarithm), one in 660,000 steps at 15 %, one in 5100 at 20 %: take a
-    larger ``factor`` there.
+    False alarms on a healthy level loss with independent log-normal noise (1e8 simulated steps,
+    bench/false_alarms.py): none at 10 % of noise (standard deviation of the logarithm), one in 660,000 steps at 15 %,
+    one in 5100 at 20 %: take a larger ``factor`` there.
 
     Args:
         factor: how far above the mean, above 1.
