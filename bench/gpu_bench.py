@@ -31,8 +31,9 @@ from torch import Tensor
 import mo_fused
 from mo_fused.bench import facts as machine
 from mo_fused.bench.case import Goal
-from mo_fused.bench.peers import FUSED, OURS
+from mo_fused.bench.peers import FUSED, OURS, share_state
 from mo_fused.bench.race import Contender, DeviceClock, DeviceRace, HostClock, Sample
+from mo_fused.bench.steps import after_clipping, clip_, under_scaler
 from mo_fused.bench.workloads import DECAY, LR, MAX_NORM, gpt2_shapes, in_groups
 
 GROUPS = 465
@@ -85,47 +86,6 @@ MAKERS: dict[str, tuple[Make, Make]] = {
 """(ours, torch's) by rule."""
 
 
-def share_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """One set of state tensors for all: less memory, and no advantage by where the pages lie."""
-    first = optimizers[0]
-    first.step()
-    for other in optimizers[1:]:
-        for p, entry in first.state.items():
-            other.state[p] = entry
-
-
-def clip_(params: Sequence[Tensor]) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(params, MAX_NORM, foreach=True)
-
-
-def after_clipping(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> Callable[[], None]:
-    def call() -> None:
-        clip_(params)
-        optimizer.step()
-
-    return call
-
-
-def under_scaler(
-    kind: type[torch.amp.GradScaler], device: torch.device, optimizer: torch.optim.Optimizer, clipped: Sequence[Tensor]
-) -> Callable[[], None]:
-    """A step as PyTorch's guide writes it; ``clipped``: what is unscaled and clipped by hand before it.
-
-    The scale is 1, as any other would divide the same gradients again in every round, down to denormal numbers.
-    """
-    scaler = kind(device.type, init_scale=1.0, growth_interval=1 << 30)
-    scaler.scale(torch.zeros((), device=device))  # makes the scale tensor, as a loop does before its first step
-
-    def call() -> None:
-        if clipped:
-            scaler.unscale_(optimizer)
-            clip_(clipped)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return call
-
-
 def our_options(backend: str, how: str) -> dict[str, Any]:
     """Arguments of our optimizer, which clips by itself."""
     return {"backend": backend, "max_grad_norm": None if how == "step" else MAX_NORM}
@@ -169,7 +129,7 @@ def race(stage: Stage, rule: str, how: str, params: list[Tensor], groups: Any) -
     if how == "scaler":
         call, extra = under(torch.amp.GradScaler, optimizer=other, clipped=params), "torch's scaler, clip before"
     elif how == "clip":
-        call, extra = after_clipping(other, params), "clip before"
+        call, extra = after_clipping(other.step, params), "clip before"
     else:
         call, extra = other.step, "step"
     return [*out, contender(THEIRS[how], call, extra)]

@@ -33,7 +33,6 @@ OUR_SCALER, TORCH_SCALER = "mo_fused, mo_fused.GradScaler", "mo_fused, torch's G
 MOVED = {"step": (7, 7), "clip": (8, 10), "amp": (8, 12)}
 """Elements by (ours, the others)."""
 ADAFACTOR_MOVED = 5
-MODELS = ("gpt2", "llama", "vit", "resnet", "lora", "small", "tiny", "huge")
 WORDS = {"step": "step", "clip": "clip + step", "amp": "scaler + clip + step"}
 
 
