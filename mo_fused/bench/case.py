@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mo_fused import dispatch
 from mo_fused.bench import facts, results
 from mo_fused.bench.race import Contender, Race, Sample, clock_of, sample
 from mo_fused.bench.results import Record
@@ -206,7 +207,7 @@ class Case:
         if not contenders:
             return None
         device = settings.device
-        on_gpu = device.type == "cuda"
+        on_gpu = dispatch.is_cuda(device)
         race = Race(
             contenders,
             settings.slot_s,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mo_fused import dispatch
 from mo_fused.bench import facts, peers, plot, results, verdict
 from mo_fused.bench.case import MAX_SPREAD, Case, More, Outcome, Settings
 from mo_fused.bench.picture import new_figure
@@ -111,9 +112,9 @@ def _device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = torch.device("meta")
-    if device.type == "cuda" and torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count():
+    if dispatch.is_cuda(device) and torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count():
         return torch.device("cuda", device.index or 0)
-    if device.type == "cpu":
+    if dispatch.is_host(device):
         return torch.device("cpu")
     there = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     raise bad_input("--device", expected=f"one of {', '.join(there)}", found=repr(name), remedy="give one of these")

@@ -54,7 +54,7 @@ def _commit() -> str | None:
 def circumstances(device: torch.device | None = None) -> dict[str, Any]:
     """One value for each of :data:`mo_fused.bench.results.FACTS`."""
     native = dispatch.native()
-    gpu = torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None
+    gpu = torch.cuda.get_device_name(device) if device is not None and dispatch.is_cuda(device) else None
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "processor": _processor(),

@@ -40,7 +40,7 @@ def grouped(settings: Settings) -> list[Contender]:
 
 def parts(groups: int, max_grad_norm: float | None, settings: Settings) -> list[Contender]:
     """The whole step of the native CPU kernels and what it consists of; nothing where there are none."""
-    if dispatch.native() is None or settings.device.type != "cpu":
+    if dispatch.native() is None or not dispatch.is_host(settings.device):
         settings.says(f"the parts of a step are left out: {dispatch.native_problem() or 'they are those of the CPU'}")
         return []
     params = WORKLOADS["small-fp32"].parameters(settings.quick)

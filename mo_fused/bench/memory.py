@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mo_fused import dispatch
 from mo_fused.bench import peers
 from mo_fused.bench.case import SMALL, More, Settings
 from mo_fused.bench.peers import OURS, OURS_LIKE, Peer
@@ -97,7 +98,7 @@ def measure(family: str, who: str, workload: str, quick: bool, device: torch.dev
         the three steps after it, as fractions of the parameters' size ``parameters`` in bytes; ``state`` likewise.
     """
     peer, options = _find(family, who)
-    grow = partial(growth_on_gpu, device) if device.type == "cuda" else growth
+    grow = partial(growth_on_gpu, device) if dispatch.is_cuda(device) else growth
     # Code pages, thread stacks and allocator arenas that come with the first use of anything.
     dtype = WORKLOADS[workload].dtype
     warm = [torch.nn.Parameter(torch.zeros(512, 512, dtype=dtype, device=device)) for _ in range(4)]

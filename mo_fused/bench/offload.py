@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mo_fused import dispatch
 from mo_fused.bench import peers
 from mo_fused.bench.case import Case, Settings, copy_contender
 from mo_fused.bench.peers import DEEPSPEED, OURS, ours
@@ -61,7 +62,7 @@ def contenders(max_norm: float | None, folder: str | None, settings: Settings) -
             Contender(name, _keeping(step, kept), float((MOVED[name] + (0 if max_norm is None else 4)) * elements))
         )
     # The peer whose states are in the host's memory; its gradients are there already.
-    if settings.device.type == "cpu":
+    if dispatch.is_host(settings.device):
         for peer in peers.available(peers.ADAMW, settings.device, settings.peers, settings.says):
             if peer.name == DEEPSPEED:
                 step = peer.make(params).step

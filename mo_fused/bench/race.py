@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from mo_fused import dispatch
+
 CYCLES_A_SECOND = 2e9
 """At most; torch.cuda._sleep counts the clock of the multiprocessors."""
 EVICTED_BYTES = 1 << 28
@@ -110,7 +112,7 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if dispatch.is_cuda(device) else HostClock()
 
 
 class Race:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from mo_fused import dispatch
 from mo_fused.bench.case import Settings
 from mo_fused.bench.workloads import Workload
 
@@ -16,7 +17,7 @@ OPERANDS = 10
 
 def free_bytes(device: torch.device) -> float:
     """Memory that can be had; infinite where the system does not say."""
-    if device.type == "cuda":
+    if dispatch.is_cuda(device):
         return float(torch.cuda.mem_get_info(device)[0])
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
@@ -31,7 +32,7 @@ def too_large(workload: Workload, settings: Settings) -> str:
     """Why a workload is not measured on this device; empty where it is."""
     if settings.quick:
         return ""
-    if workload.cuda_only and settings.device.type != "cuda":
+    if workload.cuda_only and not dispatch.is_cuda(settings.device):
         return "is for GPUs"
     needs = OPERANDS * sum(math.prod(s) for s in workload.shapes) * workload.dtype.itemsize
     free = free_bytes(settings.device)

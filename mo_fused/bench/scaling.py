@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mo_fused import team
+from mo_fused import dispatch, team
 from mo_fused.bench import peers
 from mo_fused.bench.case import MAX_SPREAD
 from mo_fused.bench.peers import FUSED, OURS
@@ -143,7 +143,7 @@ def _series(
 ) -> list[Record]:
     """One point after the other; of each, its contenders in turns."""
     # On a device all of it is always at work.
-    threads = min(torch.get_num_threads(), team.allowed_cores()) if device.type == "cpu" else 1
+    threads = min(torch.get_num_threads(), team.allowed_cores()) if dispatch.is_host(device) else 1
     records: list[Record] = []
     for count, each in sizes:
         x = count * each if case == TOTAL else count

@@ -44,7 +44,7 @@ def run(device: torch.device, quick: bool, says: Callable[[str], Any]) -> tuple[
     Returns:
         (table with verdicts, a record for each number of threads).
     """
-    problem = "" if device.type == "cpu" else f"the step on {device.type} has no threads of the host"
+    problem = "" if dispatch.is_host(device) else f"the step on {device.type} has no threads of the host"
     if dispatch.native() is None:
         problem = f"only the native kernels have threads of their own: {dispatch.native_problem()}"
     if problem:

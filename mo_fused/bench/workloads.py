@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mo_fused import dispatch
+
 Shape = tuple[int, ...]
 
 GROUPS = 60
@@ -82,7 +84,7 @@ class Workload:
 
         def normal(shape: Shape, size: float) -> Tensor:
             # Of large tensors only one is there in fp32 at a time, and on a GPU none.
-            dtype = self.dtype if torch.device(device).type == "cuda" else torch.float32
+            dtype = self.dtype if dispatch.is_cuda(torch.device(device)) else torch.float32
             filled = torch.empty(shape, device=device, dtype=dtype).normal_(0.0, size, generator=generator)
             return filled.to(self.dtype)
 
