@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ DISAGREES = 0.02
 """An exact optimizer whose error is larger does something else than the rule."""
 
 
+@cache
 def error(peer: Peer, oracle: Peer, dtype: torch.dtype, device: torch.device) -> float:
     """Root mean square of the difference to ``oracle`` at float64, as a share of how far the parameters went.
 

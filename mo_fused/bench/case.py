@@ -215,6 +215,7 @@ class Case:
             pause_s=0.0 if on_gpu else 0.01,
             most=50 if on_gpu else 1_000_000,
             cold=device if settings.cold else None,
+            says=lambda text: settings.says(f"{self.title}: {text}"),
         )
         race.warm_up()
         for _ in range(settings.rounds_of(self.rounds)):

@@ -69,6 +69,7 @@ def bench(options: Options, say: Callable[[str], Any] = print) -> int:
     settings = _settings(options)
     if options.plot:
         new_figure("--plot")  # before minutes of measurement, not after
+        results.check_folder(options.plot)
     chosen = _chosen(options)
     before = torch.get_num_threads()
     try:
@@ -81,11 +82,11 @@ def bench(options: Options, say: Callable[[str], Any] = print) -> int:
 
 def _settings(options: Options) -> Settings:
     device = _device(options.device)
-    wanted = (
-        None if options.peers in (None, "all") else [] if options.peers == "none" else str(options.peers).split(",")
-    )
+    wanted: list[str] | None = None
     if options.compare:
-        wanted = [name for name in options.compare if name.lower() != peers.OURS]
+        wanted = peers.wanted_peers("--compare", (n for n in options.compare if not n.lower().startswith(peers.OURS)))
+    elif options.peers not in (None, "all"):
+        wanted = peers.wanted_peers("--peers", [] if options.peers == "none" else str(options.peers).split(","))
     for name, value, least in (("--rounds", options.rounds, 2), ("--threads", options.threads, 1)):
         if value is not None and value < least:
             raise bad_input(name, expected=f"at least {least}", found=str(value), remedy="give a larger number")
@@ -173,7 +174,7 @@ def _run(options: Options, settings: Settings, chosen: dict[str, Case | More], s
     noisy: list[str] = []
     told: set[str] = set()
     total = sum(settings.rounds_of(case.rounds) if isinstance(case, Case) else 1 for case in chosen.values())
-    with _bar(total, say) as bar:
+    with _concluded(options, outcomes, say), _bar(total, say) as bar:
 
         def tell(text: str) -> None:
             if text not in told:  # once for all cases
@@ -198,13 +199,21 @@ def _run(options: Options, settings: Settings, chosen: dict[str, Case | More], s
             results.append(settings.output, rows, found)
             records += rows
             gc.collect()
-    _conclude(options, outcomes, say)
     if options.plot and records:
         plot.draw(records, options.plot)
     if noisy:
         say("\n" + _too_noisy(noisy, settings.max_spread))
         return TOO_NOISY
     return 0
+
+
+@contextmanager
+def _concluded(options: Options, outcomes: Sequence[Outcome], say: Callable[[str], Any]) -> Iterator[None]:
+    """Says at the end what the races mean that were held until then, also after Ctrl-C."""
+    try:
+        yield
+    finally:
+        _conclude(options, outcomes, say)
 
 
 def _conclude(options: Options, outcomes: Sequence[Outcome], say: Callable[[str], Any]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import mo_fused
 from mo_fused.bench.workloads import DECAY, LR
+from mo_fused.optim import FusedOptimizer
 from mo_fused.training.errors import bad_input
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -114,6 +115,8 @@ def _torch_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def _compiled(step: Callable[[], Any]) -> Callable[[], Any]:
+    # All steps are one function to Dynamo, which from the ninth on would not compile it any more.
+    torch._dynamo.reset()
     return torch.compile(step, fullgraph=False)
 
 
@@ -235,6 +238,25 @@ def _line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
+def wanted_peers(option: str, names: Iterable[str]) -> list[str]:
+    """The names without what is empty.
+
+    Raises:
+        InputError: one of them is part of no peer's name.
+    """
+    words = [name.strip() for name in names if name.strip()]
+    known = list(dict.fromkeys(peer.name for peer in (*ADAMW, *ADAFACTOR)))
+    for word in words:
+        if not any(word.lower() in name.lower() for name in known):
+            raise bad_input(
+                option,
+                expected=f"parts of the names {', '.join(known)}",
+                found=repr(word),
+                remedy="leave it out, or correct it",
+            )
+    return words
+
+
 def available(
     of: Sequence[Peer], device: torch.device, wanted: Iterable[str] | None, says: Callable[[str], Any]
 ) -> list[Peer]:
@@ -244,21 +266,10 @@ def available(
         of: ADAMW or ADAFACTOR.
         device: where they shall run.
         wanted: parts of names; None is all, and what is none of them is never loaded. Ours take part in any case.
-
-    Raises:
-        InputError: a wanted name is part of no peer's.
     """
     chosen = list(of)
     if wanted is not None:
-        words = [word.strip().lower() for word in wanted if word.strip()]
-        for word in words:
-            if not any(word in peer.name.lower() for peer in of):
-                raise bad_input(
-                    "--peers",
-                    expected=f"parts of the names {', '.join(p.name for p in of[1:])}",
-                    found=repr(word),
-                    remedy="leave it out, or correct it",
-                )
+        words = [word.lower() for word in wanted]
         chosen = [p for p in of if p.name.startswith(OURS) or any(word in p.name.lower() for word in words)]
     there = []
     for peer in chosen:
@@ -274,9 +285,12 @@ def share_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Gives all of them the state tensors of the first, so that they race over the same memory.
 
     Where pages lie decides by up to a quarter: two runs of one and the same optimizer over states of their own differ.
+    The count of steps is where each one keeps it: on a GPU only the fused ones have it there, and torch's others would
+    wait for the device at every tensor.
     """
     first = optimizers[0]
     first.step()
     for other in optimizers[1:]:
         for p, state in first.state.items():
-            other.state[p] = state
+            on_device = isinstance(other, FusedOptimizer) or other.defaults.get("fused")
+            other.state[p] = state if on_device else {**state, "step": state["step"].cpu()}

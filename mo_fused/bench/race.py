@@ -6,7 +6,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,6 +126,8 @@ class Race:
             in the next contender's.
         most: calls in a slot, at most.
         cold: the caches are emptied before each call, which is then the only one of its slot.
+        says: told of a contender that raises, which is then out of the race; None: its error is raised, as that of the
+            first contender is in any case.
     """
 
     def __init__(
@@ -135,8 +138,10 @@ class Race:
         pause_s: float = 0.01,
         most: int = 1_000_000,
         cold: torch.device | None = None,
+        says: Callable[[str], Any] | None = None,
     ) -> None:
         self.contenders = list(contenders)
+        self._first, self._says = self.contenders[0], says
         self._slot_s, self._pause_s, self._most = slot_s, pause_s, most
         self._clock: Clock = clock or HostClock()
         self._calls: dict[str, int] = {}
@@ -150,28 +155,46 @@ class Race:
 
     def warm_up(self) -> None:
         """Two calls each (state, code, caches), then how many calls fill a slot."""
-        for c in self.contenders:
-            c.call()
-            c.call()
-        for c in self.contenders:
-            seen = self._clock.slot(c.call, 1, 0.0)
-            fill = int(self._slot_s / max(1e-7, seen.alone))
-            self._calls[c.name] = 1 if self._evicted is not None else max(1, min(self._most, fill))
-            self._host_s[c.name] = seen.host
+        for c in list(self.contenders):
+            with self._dropped_if_it_raises(c):
+                c.call()
+                c.call()
+        for c in list(self.contenders):
+            with self._dropped_if_it_raises(c):
+                seen = self._clock.slot(c.call, 1, 0.0)
+                fill = int(self._slot_s / max(1e-7, seen.alone))
+                self._calls[c.name] = 1 if self._evicted is not None else max(1, min(self._most, fill))
+                self._host_s[c.name] = seen.host
+
+    @contextmanager
+    def _dropped_if_it_raises(self, c: Contender) -> Iterator[None]:
+        """One that fails, in its compiler say, costs the others' results nothing."""
+        try:
+            yield
+        except Exception as error:
+            if self._says is None or c is self._first:
+                raise
+            line = (str(error).strip().splitlines() or [""])[0][:200]
+            self._says(f"{c.name} is out of the race: {type(error).__name__}: {line}")
+            self.contenders.remove(c)
+            for times in (self.times, self.device_times, self.host_times):
+                times.pop(c.name)
 
     def round(self) -> None:
         """One slot for every contender."""
         gc.collect()
         gc.disable()
         try:
-            for c in self.contenders:
+            for c in list(self.contenders):
                 if self._evicted is not None:
                     self._evicted.add_(1.0)
                 time.sleep(self._pause_s)
-                seen = self._clock.slot(c.call, self._calls[c.name], self._host_s[c.name])
-                self.times[c.name].append(seen.alone)
-                self.device_times[c.name].append(seen.ahead)
-                self.host_times[c.name].append(seen.host)
+                with self._dropped_if_it_raises(c):
+                    seen = self._clock.slot(c.call, self._calls[c.name], self._host_s[c.name])
+                    self.times[c.name].append(seen.alone)
+                    # The second pass of a slot finds what the first has left in the caches.
+                    self.device_times[c.name].append(seen.ahead if self._evicted is None else seen.alone)
+                    self.host_times[c.name].append(seen.host)
         finally:
             gc.enable()
         self.contenders.append(self.contenders.pop(0))

@@ -71,11 +71,31 @@ def append(path: str | Path | None, records: Iterable[Record], facts: Mapping[st
         row = {**record, **facts}
         more = {key: value for key, value in row.items() if key not in COLUMNS}
         writer.writerow([_cell(row.get(name)) for name in COLUMNS[:-1]] + [json.dumps(more) if more else ""])
+    if file.exists() and not _ends_a_line(file):
+        text = io.StringIO(
+            "\n" + text.getvalue()
+        )  # a disk was full, or a process killed: that line is lost, not this one
     # One write: lines of two processes that append at a time do not mix.
     with open(file, "ab") as out:
         out.write(text.getvalue().encode())
         out.flush()
         os.fsync(out.fileno())
+
+
+def check_folder(path: str | Path) -> None:
+    """That there is a folder for a file.
+
+    Raises:
+        InputError: there is none.
+    """
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise bad_input(
+            str(path),
+            expected="a file in a folder that is there",
+            found=f"no folder {folder}",
+            remedy="make the folder, or give another path",
+        )
 
 
 def check(path: str | Path) -> None:
@@ -85,19 +105,22 @@ def check(path: str | Path) -> None:
         InputError: the folder is not there, or the file begins with other columns than :data:`COLUMNS`.
     """
     file = Path(path)
-    if not file.absolute().parent.is_dir():
+    check_folder(path)
+    if file.is_file() and file.stat().st_size:
+        _check_columns(file)
+    # Measured first and refused then would be lost.
+    if file.is_dir() or not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise bad_input(
             str(path),
-            expected="a file in a folder that is there",
-            found=f"no folder {file.absolute().parent}",
-            remedy="make the folder, or give another path",
+            expected="a file that can be written",
+            found="a folder" if file.is_dir() else "no permission to write it",
+            remedy="give another path",
         )
-    if file.exists() and file.stat().st_size:
-        _check_columns(file)
 
 
 def read(path: str | Path) -> list[Record]:
-    """The records of a file, numbers as numbers; what was not measured is None, and ``more`` is spread out.
+    """The records of a file, numbers as numbers; what was not measured is None, and ``more`` is spread out. A line that
+    was cut off is left out.
 
     Raises:
         InputError: there is no such file, or it is not a file of results.
@@ -110,20 +133,34 @@ def read(path: str | Path) -> list[Record]:
             found="no such file",
             remedy="give the path of one",
         )
-    _check_columns(file)
+    _check_columns(file, exactly=False)
     out = []
     with open(file, encoding="utf-8", newline="") as lines:
-        for row in csv.DictReader(lines):
-            record: Record = {name: _value(row[name]) for name in COLUMNS[:-1]}
-            record.update(json.loads(row[MORE]) if row[MORE] else {})
+        rows: Iterable[dict[Any, Any]] = csv.DictReader(lines)
+        for row in rows:
+            # Of a line that was cut off nothing is used. Columns that a file of an earlier version lacks are None.
+            if None in row or None in row.values():
+                continue
+            record: Record = {name: _value(row.get(name) or "") for name in COLUMNS[:-1]}
+            try:
+                record.update(json.loads(row[MORE]) if row[MORE] else {})
+            except ValueError:
+                continue
             out.append(record)
     return out
 
 
-def _check_columns(file: Path) -> None:
+def _ends_a_line(file: Path) -> bool:
+    with open(file, "rb") as lines:
+        lines.seek(max(0, file.stat().st_size - 1))
+        return lines.read() in (b"", b"\n")
+
+
+def _check_columns(file: Path, exactly: bool = True) -> None:
     with open(file, encoding="utf-8", newline="", errors="replace") as lines:
         found = next(csv.reader(lines), [])
-    if tuple(found) != COLUMNS:
+    known = set(found) <= set(COLUMNS) and {"bench", "case", "contender", MORE} <= set(found)
+    if not known or (exactly and tuple(found) != COLUMNS):
         raise bad_input(
             str(file),
             expected=f"a CSV file of results with the columns {', '.join(COLUMNS[:3])}, ...",

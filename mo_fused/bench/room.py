@@ -18,6 +18,7 @@ OPERANDS = 10
 def free_bytes(device: torch.device) -> float:
     """Memory that can be had; infinite where the system does not say."""
     if dispatch.is_cuda(device):
+        torch.cuda.empty_cache()  # what torch keeps for later can be had too
         return float(torch.cuda.mem_get_info(device)[0])
     try:
         text = Path("/proc/meminfo").read_text(encoding="utf-8")

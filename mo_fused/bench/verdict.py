@@ -10,6 +10,7 @@ from mo_fused.bench.peers import OURS
 from mo_fused.bench.results import Record
 
 Key = tuple[str, str, str]
+MACHINE = ("processor", "cores", "threads", "gpu", "instruction_set")
 
 
 def ratio_text(ratio: float) -> str:
@@ -31,7 +32,8 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         noisy = {first, best} & set(done.noisy)
         # Of tiny sizes and of noise nothing follows.
         ratio = "" if done.quick else "noisy" if noisy else ratio_text(ms[best] / ms[first])
-        faster = [] if noisy or done.quick else [name for name in others if ms[name] < ms[first]]
+        silent = done.quick or first in done.noisy
+        faster = [] if silent else [n for n in others if ms[n] < ms[first] and n not in done.noisy]
         rows.append((done.case, f"{ms[first]:.3f}", best, f"{ms[best]:.3f}", ratio, ", ".join(faster)))
     return _aligned(rows) if len(rows) > 1 else ""
 
@@ -52,7 +54,9 @@ def pair(done: Outcome, a: str, b: str) -> str:
 
 def _match(word: str, names: Sequence[str]) -> str | None:
     exact = [n for n in names if n.lower() == word.lower()]
-    return next(iter(exact or [n for n in names if word.lower() in n.lower()]), None)
+    # "fused" is torch's: ours has it in its name too, but is called by it in full.
+    parts = sorted((n for n in names if word.lower() in n.lower()), key=lambda n: n.startswith(OURS))
+    return next(iter(exact or parts), None)
 
 
 def _verdict(a: str, b: str, one: tuple[float, float, float], other: tuple[float, float, float]) -> str:
@@ -97,7 +101,9 @@ def compare(a: Sequence[Record], b: Sequence[Record], max_spread: float) -> Comp
             continue
         r, s = one[key], other[key]
         spreads = [(x["high_ms"] - x["low_ms"]) / x["median_ms"] for x in (r, s) if x["low_ms"] and x["high_ms"]]
-        if not spreads:
+        if any(r[fact] != s[fact] for fact in MACHINE):
+            word = "not comparable: another machine"
+        elif len(spreads) < 2:
             word = "not comparable: no quartiles"
         elif max(spreads) > max_spread:
             word = "too noisy to tell"
@@ -110,7 +116,7 @@ def compare(a: Sequence[Record], b: Sequence[Record], max_spread: float) -> Comp
             word = "the same, as far as can be told"
         ms = (r["median_ms"], s["median_ms"])
         out.rows.append((key[1], key[2], f"{ms[0]:.3f}", f"{ms[1]:.3f}", ratio_text(ms[0] / ms[1]), word))
-        for fact in ("processor", "cores", "threads", "gpu", "instruction_set", "torch"):
+        for fact in (*MACHINE, "torch"):
             if r[fact] != s[fact]:
                 note = f"{fact}: {r[fact]} in A, {s[fact]} in B"
                 if note not in out.machines:
