@@ -5,7 +5,10 @@ from __future__ import annotations
 import copyreg
 import functools
 import importlib
+import pkgutil
+import sys
 import threading
+from abc import ABCMeta
 from functools import partial
 from types import ModuleType, TracebackType
 from typing import Any, cast
@@ -16,13 +19,18 @@ from .grad import clip_grad_norm_
 from .optim import SGD, Adafactor, Adam, AdamW, FusedOptimizer
 
 
-class _StandInType(type):
+class _StandInType(ABCMeta):  # as torch's classes, these may be mixed with abstract ones and protocols
     """The type of the classes that stand in torch's place, and of what is derived from them.
 
     A stand-in takes for its instances and subclasses what torch's class does, so that an optimizer that was made
     before the patch is still one. It equals torch's class and has its hash: tables of optimizer classes that were
     filled before are still right.
     """
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], body: dict[str, Any], **options: Any) -> Any:
+        # type(name, bases, {}) says the module that calls it, which with ABCMeta would be abc.
+        module = {"__module__": sys._getframe(1).f_globals.get("__name__")}
+        return super().__new__(mcls, name, bases, {**module, **body}, **options)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return type.__instancecheck__(_torchs(cls), instance)
@@ -35,6 +43,15 @@ class _StandInType(type):
 
     def __hash__(cls) -> int:
         return type.__hash__(_torchs(cls))
+
+
+def _reduce_class(cls: type) -> Any:
+    """A stand-in is pickled as what torch.optim's name stands for at loading; a class derived from one by its name."""
+    name = cls.__qualname__
+    return (pkgutil.resolve_name, (f"torch.optim:{name}",)) if "_stands_for" in cls.__dict__ else name
+
+
+copyreg.pickle(_StandInType, _reduce_class)
 
 
 def _torchs(cls: type) -> type:

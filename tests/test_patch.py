@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import copy
 import copyreg
 import importlib
@@ -354,3 +355,37 @@ def test_transformers_trainer_gets_ours() -> None:
         cls, options = trainer.Trainer.get_optimizer_cls_and_kwargs(given)
         opt = cls([one()], **options)
     assert isinstance(opt, mo_fused.AdamW)
+
+
+def test_a_derived_class_that_calls_the_constructor_of_optimizer_alone() -> None:
+    with mo_fused.patch():
+
+        class Plain(torch.optim.SGD):
+            def __init__(self, params: Any, lr: float) -> None:
+                flags = dict.fromkeys(("nesterov", "maximize", "differentiable"), False)
+                defaults = {"lr": lr, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "foreach": None, **flags}
+                torch.optim.Optimizer.__init__(self, params, {**defaults, "fused": None})
+
+        weight = one()
+        opt = Plain([weight], 0.5)
+    assert "amp" not in opt.param_groups[0]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    opt.zero_grad()
+    scaler.scale(weight.sum()).backward()
+    scaler.step(opt)
+    assert torch.equal(weight, torch.full_like(weight, 0.5)) and torch.equal(weight.grad, torch.ones_like(weight))
+
+
+def test_classes_are_pickled_and_mixed_with_abstract_ones() -> None:
+    with mo_fused.patch():
+        ours = torch.optim.AdamW
+        assert pickle.loads(pickle.dumps(ours)) is ours
+        pickled = pickle.dumps(ours)
+
+        class Mixed(ours, abc.ABC):  # type: ignore[misc, valid-type]
+            pass
+
+        assert type("Made", (ours,), {}).__module__ == __name__
+        opt = Mixed([one()])
+        assert isinstance(opt, ours) and isinstance(opt, Mixed) and not isinstance(ours([one()]), Mixed)
+    assert pickle.loads(pickled) is pickle.loads(pickle.dumps(ours)) is torch.optim.AdamW

@@ -172,3 +172,27 @@ def test_optimizers_are_ours_here_and_in_forks_but_not_in_spawned_processes(tmp_
     ours = "mo_fused.optim.adamw mo_fused.grad\n"
     theirs = "torch.optim.adam torch.nn.utils.clip_grad\n"
     assert done.stdout.replace("torch.optim.optimizer ", "torch.optim.adam ") == ours + ours + theirs, done.stderr
+
+
+def test_a_package_is_imported_under_the_patch_and_a_spawned_process_sends_our_classes_back(
+    tmp_path: Path, run_python: Run
+) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("import sys\nfrom torch.optim import SGD\nargv = list(sys.argv)\n")
+    script = (
+        "import multiprocessing, sys\n"
+        "class Mine: pass\n"
+        "def put(queue): queue.put(Mine())\n"
+        "if __name__ == '__main__':\n"
+        "    from . import SGD, argv\n"
+        "    assert SGD.__mro__[1].__module__ == 'mo_fused.optim.sgd' and argv == ['-m', 'x'], argv\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    queue = context.Queue()\n"
+        "    process = context.Process(target=put, args=(queue,))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    print(type(queue.get(timeout=60)) is Mine)\n"
+    )
+    (tmp_path / "pkg" / "work.py").write_text(script)
+    ended = run_python("-m", "mo_fused.cli", "run", "-m", "pkg.work", "x")
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr

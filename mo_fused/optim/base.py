@@ -245,6 +245,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise errors.bad_option(
                     f"the group key {name!r}", "absent", param_group[name], f"pass {name}= to the constructor"
                 )
+        for name, value in self._options.items():  # a derived class may call torch.optim.Optimizer's constructor alone
+            self.defaults.setdefault(name, value)
         release = self._release()
         if release is not None:
             release.refuse_group(param_group)
