@@ -307,6 +307,9 @@ def test_a_peer_is_spared_what_it_cannot_do_in_time() -> None:
     assert (
         slow.why_not(params) == "takes too long with 1000 tensors" and replace(slow, tensors=1000).why_not(params) == ""
     )
+    mixed = WORKLOADS["resnet-fp32"].parameters(True)
+    assert "compiles for each shape" in Peer("slow", peers.torch_fused, shapes=8).why_not(mixed)
+    assert Peer("slow", peers.torch_fused, shapes=1).why_not(params) == ""
     assert Peer("slow", peers.torch_fused, elements=63_999).why_not(params) == "takes seconds a step at this size"
 
 

@@ -53,6 +53,7 @@ class Peer:
         devices: types of device on which it runs.
         tensors: it is left out where there are more of them.
         elements: likewise, of all tensors.
+        shapes: likewise, of different ones: it compiles a step for each, and up to a number only.
         own_state: it keeps something else than two moments of the parameter's dtype, so it shares no state.
         exact: does the same arithmetic as the others; not so where states are quantised.
         scaled: it steps under a GradScaler.
@@ -65,6 +66,7 @@ class Peer:
     devices: Sequence[str] = ("cpu", "cuda")
     tensors: float = math.inf
     elements: float = math.inf
+    shapes: float = math.inf
     own_state: bool = False
     exact: bool = True
     scaled: bool = True
@@ -86,6 +88,8 @@ class Peer:
             return f"takes too long with {len(params)} tensors"
         if sum(p.numel() for p in params) > self.elements:
             return "takes seconds a step at this size"
+        if len({p.shape for p in params}) > self.shapes:
+            return "compiles for each shape, and there are too many"
         return ""
 
 
