@@ -189,14 +189,16 @@ ADAMW = (
         _of("torchao.optim", "AdamW8bit", **_ADAMW),
         "torchao",
         exact=False,
-        tensors=COMPILED_TENSORS,
+        tensors=3000,
+        shapes=8,
     ),
     _slow(
         "torchao AdamW4bit",
         _of("torchao.optim", "AdamW4bit", **_ADAMW),
         "torchao",
         exact=False,
-        tensors=COMPILED_TENSORS,
+        tensors=3000,
+        shapes=8,
     ),
     Peer(
         "flashoptim",
