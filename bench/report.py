@@ -21,6 +21,7 @@ from pathlib import Path
 
 import figures
 import formats_table
+import suite_tables
 from figures import Figures, subject
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -39,6 +40,8 @@ HELPERS = (
     figures.one_in,
     formats_table.formats_table,
     formats_table.below_torch,
+    suite_tables.scaling_table,
+    suite_tables.threads_table,
 )
 
 

@@ -510,6 +510,7 @@ def test_a_noisy_machine_gets_no_verdict(monkeypatch: pytest.MonkeyPatch, capsys
 
     case = Case("step", "a model", contenders)
     monkeypatch.setattr(command, "_suite", lambda name: {"step-a": case})
+    monkeypatch.setattr(command, "alone", lambda case, settings: (case.run(settings), []))  # a function of a test
     assert run("step", "--rounds", "8") == command.TOO_NOISY == 3
     out = capsys.readouterr().out
     assert "This machine is too noisy to tell" in out and "a model: mo_fused (" in out and "--max-spread" in out
@@ -560,3 +561,13 @@ def test_bad_usage_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     assert run(*words) == cli.BAD_USAGE
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+def test_a_race_has_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its threads are those of the command, what is left out is told, and the outcome comes back."""
+    settings = Settings(peers=("torch fused",), rounds=2)
+    done, said = command.alone(steps.CLIPS["clip-small-fp32"], settings)
+    assert done is not None and list(done.samples) == [OURS, FUSED] and done.samples[OURS].rounds == 2
+    assert said == []
+    missing, said = command.alone(steps.CLIPS["clip-huge-bf16"], settings)
+    assert missing is None and said == ["one tensor of 2^31 + 64 bfloat16 is left out: is for GPUs"]

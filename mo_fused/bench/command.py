@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,11 +183,18 @@ def _run(options: Options, settings: Settings, chosen: dict[str, Case | More], s
                 told.add(text)
                 bar.write(text)
 
-        said = Settings(**{**settings.__dict__, "says": tell})
+        said = replace(settings, says=tell)
         for name, case in chosen.items():
             bar.set_description_str(name)
             if isinstance(case, Case):
-                done = case.run(said, bar.update)
+                if settings.quick:
+                    done = case.run(said, bar.update)
+                else:
+                    done, notes = alone(case, settings)
+                    for note in notes:
+                        tell(note)
+                    for _ in range(settings.rounds_of(case.rounds)):
+                        bar.update()
                 if done is None:
                     continue
                 outcomes.append(done)
@@ -205,6 +214,22 @@ def _run(options: Options, settings: Settings, chosen: dict[str, Case | More], s
         say("\n" + _too_noisy(noisy, settings.max_spread))
         return TOO_NOISY
     return 0
+
+
+def alone(case: Case, settings: Settings) -> tuple[Outcome | None, list[str]]:
+    """The race in a process of its own, and what it said.
+
+    Where objects lie in memory decides how fast thousands of small tensors are looked at, and a process that has held
+    other races, and compiled for them, has its memory in pieces: there a step took several times as long.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        return child.submit(_in_a_child, case, settings, torch.get_num_threads()).result()
+
+
+def _in_a_child(case: Case, settings: Settings, threads: int) -> tuple[Outcome | None, list[str]]:
+    torch.set_num_threads(threads)
+    said: list[str] = []
+    return case.run(replace(settings, says=said.append)), said
 
 
 @contextmanager
