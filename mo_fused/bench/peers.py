@@ -106,12 +106,12 @@ def _module(name: str) -> Any:
 
 def _of(module: str, kind: str, **fixed: Any) -> Make:
     """The class ``kind`` of ``module``, looked up when it is used."""
+    return partial(_made, module, kind, fixed)
 
-    def make(params: Any, **options: Any) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = getattr(_module(module), kind)(params, **{**fixed, **options})
-        return made
 
-    return make
+def _made(module: str, kind: str, fixed: dict[str, Any], params: Any, **options: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = getattr(_module(module), kind)(params, **{**fixed, **options})
+    return made
 
 
 def _torch_adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
