@@ -1,4 +1,7 @@
-"""Sphinx's settings: `python -m sphinx -W --keep-going -b html docs docs/_build` needs no network."""
+"""Sphinx's settings: `python -m sphinx -W --keep-going -b html docs docs/_build` needs no network.
+
+The pages load MathJax, which draws their formulas, from the network when they are looked at.
+"""
 
 from __future__ import annotations
 

@@ -135,13 +135,16 @@ class Outcome:
     def text(self) -> str:
         first = next(iter(self.samples.values())).median
         noisy = self.noisy
-        lines = [self.case, f"  {'':<31} {'median':>10} {'quartiles':>19} {'ratio':>7} {'GB/s':>6} {'of copy':>7}"]
+        errors = {name: row["error"] for name, row in self.extra.items() if row.get("error") is not None}
+        head = f"  {'':<31} {'median':>10} {'quartiles':>19} {'ratio':>7} {'GB/s':>6} {'of copy':>7}"
+        lines = [self.case, head + (f" {'error':>8}" if errors else "")]
         for name, s in self.samples.items():
             # Of tiny sizes bytes per second say nothing.
             rate, share = (None, None) if self.quick else (self.rate(name), self.share(name))
             unit, factor = ("ms", 1e3) if s.median >= 1e-3 else ("us", 1e6)
             line = f"  {name:<31} {s.median * factor:>7.2f} {unit} {s.low * factor:>8.2f} - {s.high * factor:>8.2f} "
             line += f"{s.median / first:>6.2f}x {f'{rate:.1f}' if rate else '':>6} {f'{share:.0%}' if share else '':>7}"
+            line += f" {errors[name]:>8.1e}" if name in errors else ""
             lines.append(line.rstrip() + ("  noisy" if name in noisy else ""))
         lines += [
             f"  {g.text(self.samples)}{SMALL if self.quick else ''}"
