@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -247,12 +247,7 @@ def on_a_gpu(batch: int | None, model: str, settings: Settings) -> tuple[str, li
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run, not how fast is it")
-    parser.add_argument("--output", metavar="FILE", help="append the results to FILE, a CSV file")
-    parser.add_argument("--rounds", type=int, help="rounds of a race (default: set by each case)")
-    parser.add_argument("--threads", type=int, help="torch.set_num_threads")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    parser = case.parser(__doc__)
     parser.add_argument("--dir", metavar="DIR", help="where files of states are (default: a temporary folder)")
     parser.add_argument("--limit", action="store_true", help="only the steps within a limit on memory")
     parser.add_argument("--batch", type=int, help="sequences of a training step (default: the largest that fits)")
@@ -263,9 +258,9 @@ def main(words: Sequence[str] | None = None) -> None:
         shapes, where, steps, ring.SLOT_BYTES = json.loads(given.limited)
         print(json.dumps(train_limited([tuple(s) for s in shapes], where, steps)))
         return
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    settings = Settings(given.quick, given.output, given.rounds, "limit" if given.limit else given.only)
+    settings = case.settings_of(given)
+    if given.limit:
+        settings = replace(settings, only="limit")
     with tempfile.TemporaryDirectory(dir=given.dir, prefix="bench-offload-") as folder:
         others: dict[str, More] = {
             "disk": partial(against_the_disk, folder),

@@ -155,3 +155,13 @@ def test_files_are_compared_by_their_quartiles() -> None:
     assert verdict.compare(b, a, 0.25).rows[0][5] == "slower"
     bare = {**row("x", 1, 1, 1), "low_ms": None, "high_ms": None}
     assert verdict.compare(a, [bare], 0.25).rows[0][5] == "not comparable: no quartiles"
+
+
+def test_a_changed_checkout_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"ls-files": "facts.py", "rev-parse": "7e12", "status": ""}
+    monkeypatch.setattr(facts, "_git", lambda *words: answers[words[0]])
+    assert facts._commit() == "7e12"
+    answers["status"] = " M mo_fused/table.py"
+    assert facts._commit() == "7e12-dirty"
+    answers["ls-files"] = ""
+    assert facts._commit() is None, "the package merely lies in another project's repository"

@@ -250,18 +250,27 @@ More = Callable[[Settings], tuple[str, list[Record]]]
 """A measurement that is not a race: what to print, and records to append."""
 
 
-def arguments(description: str | None, words: Sequence[str] | None = None) -> Settings:
-    """The command line that the scripts under ``bench/`` share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, few rounds: does it run, not how fast is it")
-    parser.add_argument("--output", metavar="FILE", help="append the results to FILE, a CSV file")
-    parser.add_argument("--rounds", type=int, help="rounds of a race (default: set by each case)")
-    parser.add_argument("--threads", type=int, help="torch.set_num_threads")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
-    given = parser.parse_args(words)
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that the scripts under ``bench/`` share; :func:`settings_of` reads them."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--quick", action="store_true", help="tiny sizes, few rounds: does it run, not how fast is it")
+    made.add_argument("--output", metavar="FILE", help="append the results to FILE, a CSV file")
+    made.add_argument("--rounds", type=int, help="rounds of a race (default: set by each case)")
+    made.add_argument("--threads", type=int, help="torch.set_num_threads")
+    made.add_argument("--only", default="", metavar="TEXT", help="only cases whose name contains TEXT")
+    return made
+
+
+def settings_of(given: argparse.Namespace) -> Settings:
+    """What :func:`parser` has parsed; sets torch's number of threads."""
     if given.threads:
         torch.set_num_threads(given.threads)
     return Settings(given.quick, given.output, given.rounds, given.only)
+
+
+def arguments(description: str | None, words: Sequence[str] | None = None) -> Settings:
+    """The settings of a script that has no options of its own."""
+    return settings_of(parser(description).parse_args(words))
 
 
 def run_all(cases: Mapping[str, Case], description: str | None, more: Mapping[str, More] | None = None) -> None:
